@@ -1,0 +1,53 @@
+"""dtorch: one ordinary PyTorch program, many devices. See README.md.
+
+Names are loaded on first use, so that ``import dtorch`` and the command line start without torch. Whatever is not
+defined here falls through to ``torch``: ``import dtorch as torch`` works.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_CORE = {
+    "DeviceMesh": "dtorch.core.mesh", "init_device_mesh": "dtorch.core.mesh",
+    "Shard": "dtorch.core.placements", "Replicate": "dtorch.core.placements", "Partial": "dtorch.core.placements",
+    "DtorchError": "dtorch.core.errors", "PlacementError": "dtorch.core.errors",
+    "ImplicitRedistributionError": "dtorch.core.errors", "RemoteError": "dtorch.core.errors",
+    "WorkerLostError": "dtorch.core.errors", "SessionClosedError": "dtorch.core.errors",
+    "CommError": "dtorch.core.errors", "ProtocolError": "dtorch.core.errors",
+    "TensorFuture": "dtorch.client.future",
+}  # fmt: skip
+_API = (
+    "DTensor FallbackWarning Generator Graph Tensor arange distribute_tensor empty empty_like eye fallbacks full full_like "
+    "init linspace ones ones_like rand rand_like randint randint_like randn randn_like shutdown strict synchronize tensor "
+    "workers zeros zeros_like explain"
+).split()
+_PUBLIC = {**_CORE, **dict.fromkeys(_API, "dtorch.api")}
+
+__all__ = sorted([*_PUBLIC, "__version__"])  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(f"module 'dtorch' has no attribute {name!r}")
+    home = _PUBLIC.get(name)
+    if home is None and name in _SUBPACKAGES:
+        return importlib.import_module(f"dtorch.{name}")
+    importlib.import_module("dtorch.api")  # whatever is used first, the device must be known to torch
+    value = getattr(importlib.import_module(home or "torch"), name, _MISSING)
+    if value is _MISSING:
+        raise AttributeError(f"neither 'dtorch' nor 'torch' has an attribute {name!r}")
+    if home is not None:
+        globals()[name] = value
+    return value
+
+
+_MISSING = object()
+_SUBPACKAGES = frozenset({"api", "cli", "client", "comm", "controller", "core", "launch", "models", "native", "patches", "planner", "protocol", "worker"})
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

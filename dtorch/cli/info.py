@@ -1,0 +1,90 @@
+"""`dtorch info`: what is installed here and what it would run on."""
+
+from __future__ import annotations
+
+import json
+import os
+import pkgutil
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from dtorch.cli.errors import one_line_errors
+
+PACKAGES = ("torch", "diffusers", "transformers", "pyzmq")
+
+
+def info(
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Show versions, devices, the mode, the native part and the patches."""
+    with one_line_errors(debug):
+        facts = _facts()
+    if as_json:
+        typer.echo(json.dumps(facts))
+        return
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for name, value in facts.items():
+        table.add_row(name, ", ".join(value) or "none" if isinstance(value, list) else str(value))
+    Console(soft_wrap=True).print(table)
+
+
+def _facts() -> dict[str, Any]:
+    import dtorch
+    from dtorch.core.config import from_environment
+
+    return {
+        "dtorch": dtorch.__version__,
+        "python": platform.python_version(),
+        **{name: _version(name) for name in PACKAGES},
+        "devices": _devices(),
+        "mode": from_environment().mode,
+        "native part": _native_part(),
+        "patches": _patches(),
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _devices() -> list[str]:
+    """The CPU, and the devices of every accelerator that torch can use in this process."""
+    import torch
+
+    devices = [f"cpu ({os.cpu_count()} cores)"]
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None and accelerator.type != "dtorch":
+        devices += [f"{accelerator.type}:{i}" for i in range(torch.accelerator.device_count())]
+    return devices
+
+
+def _native_part() -> str:
+    """The file of the native part, looked for where `dtorch.native.load` would, without building it."""
+    from dtorch.native import build
+
+    torch = build.find_torch()
+    if torch is None:
+        return "not built: torch is missing"
+    name = build.library_name(torch)
+    for path in (build.SOURCE.with_name(name), build.cache_folder() / name):
+        if path.is_file():
+            return f"built: {path}"
+    return "not built; the first use builds it where there is a C++ compiler"
+
+
+def _patches() -> list[str]:
+    """Names of the patch modules that this installation has."""
+    spec = find_spec("dtorch.patches")
+    if spec is None or spec.submodule_search_locations is None:
+        return []
+    return sorted(module.name for module in pkgutil.iter_modules(spec.submodule_search_locations))

@@ -1,0 +1,43 @@
+"""The command group. A new command is one module with one function, added here."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import dtorch
+from dtorch.cli.errors import OneLineGroup
+from dtorch.cli.info import info
+from dtorch.cli.models import models
+from dtorch.cli.run import run
+
+app = typer.Typer(name="dtorch", cls=OneLineGroup, pretty_exceptions_enable=False)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"dtorch {dtorch.__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def group(
+    context: typer.Context,
+    _version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Run one ordinary PyTorch program on many devices."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+app.command()(run)
+app.command()(info)
+app.command()(models)
+
+
+def main() -> None:
+    """Entry point of the `dtorch` program; ends the process with the command's exit code."""
+    app(prog_name="dtorch")

@@ -1,0 +1,1 @@
+"""The client: distributed tensors without data, and the session that forwards what happens to them."""

@@ -1,0 +1,236 @@
+"""The ``dtorch`` device: registration with torch, its device module, and the kernels that need no distributed input."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import Any
+
+import torch
+
+from dtorch import native
+from dtorch.client import factories, graph, random
+from dtorch.client.saving import rebuild
+from dtorch.client.session import MAX_MESHES
+from dtorch.client.specials import copy_
+from dtorch.client.tensor import DTensor
+from dtorch.core import torch_private
+from dtorch.core.mesh import current_mesh
+
+_library: list[torch.library.Library] = []
+
+
+class _OneDevice(contextlib.AbstractContextManager["_OneDevice"]):
+    """``with torch.dtorch.device(k):`` mesh k is the default."""
+
+    def __init__(self, device: Any) -> None:
+        index = device if isinstance(device, int) else torch.device(device).index
+        self._mesh = None if index is None or index < 0 else graph.current_session().mesh(index)
+
+    def __enter__(self) -> _OneDevice:
+        if self._mesh is not None:
+            self._mesh.__enter__()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._mesh is not None:
+            self._mesh.__exit__(*exc)
+
+
+class DeviceModule:
+    """``torch.dtorch``: what torch and its users ask of a device type."""
+
+    device = _OneDevice
+
+    def is_available(self) -> bool:
+        """Always: workers are started on first use."""
+        return True
+
+    def is_initialized(self) -> bool:
+        """Always."""
+        return True
+
+    def init(self) -> None:
+        """Nothing to do ahead of the first use."""
+
+    _lazy_init = init
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def device_count(self) -> int:
+        """Number of meshes in use, at least the default one."""
+        return max(1, graph.current_session().mesh_count)
+
+    def current_device(self) -> int:
+        """Index of the default mesh."""
+        mesh = current_mesh()
+        return 0 if mesh is None else graph.current_session().layout(mesh).id
+
+    def set_device(self, device: Any) -> None:
+        """Meshes are chosen with ``with mesh:``; device 0 is the default."""
+        index = device if isinstance(device, int) else torch.device(device).index or 0
+        if index != self.current_device():
+            graph.current_session().mesh(index).__enter__()
+
+    def get_device_name(self, device: Any = None) -> str:
+        """A readable name."""
+        return "dtorch mesh"
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        """Dtypes of autocast."""
+        return [torch.bfloat16, torch.float16]
+
+    def is_bf16_supported(self, including_emulation: bool = True) -> bool:
+        """CPU and current CUDA devices compute in bfloat16."""
+        return True
+
+    def manual_seed(self, seed: int) -> None:
+        """Seed the default generator."""
+        self.manual_seed_all(seed)
+
+    def manual_seed_all(self, seed: int) -> None:
+        """Seed the default generator of every session."""
+        for session in graph.sessions():
+            random.streams(session).default.reseed(int(seed))
+
+    def initial_seed(self) -> int:
+        """The default generator's last seed."""
+        return random.streams(graph.current_session()).default.initial_seed
+
+    def get_rng_state(self, device: Any = "dtorch") -> torch.Tensor:
+        """State of the default generator as a CPU uint8 tensor; waits for the workers."""
+        session = graph.current_session()
+        return random.get_state(random.streams(session).default, session)
+
+    def set_rng_state(self, state: torch.Tensor, device: Any = "dtorch") -> None:
+        """Continue from a state."""
+        random.set_state(random.streams(graph.current_session()).default, state)
+
+    def synchronize(self, device: Any = None) -> None:
+        """Wait for everything issued so far; raises what failed."""
+        graph.current_session().synchronize()
+
+    def empty_cache(self) -> None:
+        """Workers release what is freed at once on CPU."""
+
+    def memory_allocated(self, device: Any = None) -> int:
+        """Bytes held by this process for the device: none."""
+        return 0
+
+    max_memory_allocated = memory_reserved = max_memory_reserved = memory_allocated
+
+    def reset_peak_memory_stats(self, device: Any = None) -> None:
+        """Nothing is counted in this process."""
+
+    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
+        """Free and total bytes of the machine's memory, as the workers on it see it."""
+        page = os.sysconf("SC_PAGE_SIZE")
+        return os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
+
+
+def register() -> None:
+    """Make ``dtorch`` a device of torch. Called once, when the package is used first."""
+    if _library:
+        return
+    module = native.load()
+    if module is not None:
+        module.setup(MAX_MESHES)
+    torch_private.register_backend("dtorch", DeviceModule())
+    library = torch.library.Library("aten", "IMPL")
+    _library.append(library)
+    for func in factories.KERNELS:
+        library.impl(torch_private.overload_name(func), factories.kernel(func), "PrivateUse1")
+    library.impl("_copy_from", _copy_from, "PrivateUse1")
+    for name in ("native_channel_shuffle", "mish_backward", "silu_backward"):
+        # Never called (the Python key comes first); with a kernel present torch keeps these whole for autograd, as it
+        # does on CPU and CUDA, instead of decomposing them with other rounding.
+        library.impl(name, _unreachable, "PrivateUse1")
+    _attention(library)
+    _autocast(library)
+    torch.Generator = random.Generator  # type: ignore[misc, assignment]
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    torch_private.support_foreach(DTensor)
+    torch_private.run_backward_on_calling_thread()
+    torch.serialization.add_safe_globals([rebuild])
+
+
+def _unreachable(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError("dtorch's Python dispatch comes before this kernel")
+
+
+def _copy_from(source: torch.Tensor, destination: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    """Copies that torch makes below Python dispatch (``torch.tensor(data, device="dtorch")``)."""
+    result: torch.Tensor = copy_(DTensor, torch.ops.aten.copy_.default, (destination, source), {})
+    return result
+
+
+def _attention(library: torch.library.Library) -> None:
+    """Keep scaled_dot_product_attention whole: without a gradient as one operator, with one as the fused kernel that
+    has its own derivative; only dropout takes torch's written-out form."""
+    aten = torch.ops.aten
+
+    def attention(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+    ) -> Any:  # fmt: skip
+        tensors = [t for t in (query, key, value, attn_mask) if t is not None]
+        if not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
+            with torch_private.below_autograd():
+                return aten.scaled_dot_product_attention.default(
+                    query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+                )
+        fused = dropout_p == 0 and query.dim() == 4 and not (attn_mask is not None and attn_mask.requires_grad)
+        if not fused:
+            return aten._scaled_dot_product_attention_math.default(
+                query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+            )[0]
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), float("-inf"))
+        return aten._scaled_dot_product_flash_attention_for_cpu.default(
+            query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+        )[0]
+
+    library.impl("scaled_dot_product_attention", attention, "AutogradPrivateUse1")
+
+
+# Autocast policy: the CPU's lists of torch 2.13 (aten/src/ATen/autocast_mode.h), so that results match torch's there.
+_AUTOCAST_LOW = (
+    "conv1d conv2d conv3d bmm mm linalg_vecdot baddbmm addmm addbmm linear _convolution.deprecated matmul conv_tbc "
+    "scaled_dot_product_attention conv_transpose1d conv_transpose2d.input conv_transpose3d.input prelu"
+).split()
+_AUTOCAST_FLOAT32 = (
+    "mse_loss nll_loss nll_loss_nd cross_entropy_loss binary_cross_entropy grid_sampler polar cumprod prod quantile "
+    "nanquantile stft cdist trace cholesky pinverse linalg_svd smooth_l1_loss huber_loss kl_div hinge_embedding_loss "
+    "cosine_embedding_loss ctc_loss.IntList"
+).split()
+
+
+def _autocast(library: torch.library.Library) -> None:
+    fallback = torch.library.Library("_", "IMPL")
+    _library.append(fallback)
+    fallback.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    for name in _AUTOCAST_LOW:
+        library.impl(name, _casting(name, None), "AutocastPrivateUse1")
+    for name in _AUTOCAST_FLOAT32:
+        library.impl(name, _casting(name, torch.float32), "AutocastPrivateUse1")
+
+
+def _casting(name: str, dtype: torch.dtype | None) -> Any:
+    packet, _, overload = name.partition(".")
+    op = getattr(torch.ops.aten, packet)
+    op = getattr(op, overload or op.overloads()[0])
+
+    def cast(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            eligible = value.is_floating_point() and value.dtype != torch.float64 and value.device.type == "dtorch"
+            return value.to(dtype or torch.get_autocast_dtype("dtorch")) if eligible else value
+        if isinstance(value, (list, tuple)):
+            return type(value)(cast(v) for v in value)
+        return value
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch_private.without_autocast():
+            return op(*[cast(a) for a in args], **{k: cast(v) for k, v in kwargs.items()})
+
+    return call

@@ -1,0 +1,452 @@
+"""From an operator on distributed tensors to commands: the path every operator takes.
+
+The first sight of a call (operator, specs of its tensors, static arguments) makes a plan; afterwards the key built
+here finds it, and running it is one ``list.extend`` and one wrapper. Keep pytree, ``str(func)`` and finalizers out.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dtorch.client import aliasing, random, shadow
+from dtorch.client.handle import Handle
+from dtorch.client.lower import Ready, encode_plan, mark
+from dtorch.client.notices import is_strict, note_fallback, refuse_hidden_moves
+from dtorch.client.session import Session
+from dtorch.client.sites import caller
+from dtorch.client.wrap import empty, put, reduced, wrap
+from dtorch.core.errors import DtorchError
+from dtorch.core.placements import REPLICATE
+from dtorch.core.torch_private import set_conj, set_neg
+from dtorch.planner.call import Call, is_view
+from dtorch.planner.plan import Plan, make_plan
+from dtorch.protocol.values import dtype_from
+
+Special = Callable[[type, Any, tuple[Any, ...], dict[str, Any]], Any]
+SPECIAL: dict[Any, Special | None] = {}
+_getframe = sys._getframe
+_default_dtype = torch.get_default_dtype
+_inference = torch.is_inference_mode_enabled
+_NO_KWARGS: dict[str, Any] = {}
+
+
+class Info:
+    """What the key builder needs of an operator: special handling, and where its changing scalars stand."""
+
+    __slots__ = ("names", "numbers", "special", "writes")
+
+    def __init__(self, func: Any) -> None:
+        self.special = find_special(func)
+        arguments = func._schema.arguments
+        shaped = func._schema.name.removeprefix("aten::") in _SHAPED_BY_NUMBERS
+        numbers = [i for i, a in enumerate(arguments) if str(a.type) in ("number", "Optional[number]") and not shaped]
+        self.numbers = frozenset(i for i in numbers if not arguments[i].kwarg_only)
+        self.names = frozenset(arguments[i].name for i in numbers)
+        self.writes = tuple(
+            i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write
+        )
+
+
+# The result's shape or dtype depends on these operators' numbers.
+_SHAPED_BY_NUMBERS = frozenset({"arange", "range", "linspace", "logspace"})
+_INFO: dict[Any, Info] = {}
+find_special: Callable[[Any], Special | None] = lambda func: SPECIAL.get(func)  # noqa: E731  (set by specials)
+
+
+def info_of(func: Any) -> Info:
+    """The operator's info, made on first sight."""
+    info = _INFO.get(func)
+    if info is None:
+        info = _INFO[func] = Info(func)
+    return info
+
+
+def dispatch(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    """Run an operator at least one of whose tensors is distributed."""
+    info = _INFO.get(func) or info_of(func)
+    if info.special is not None:
+        return info.special(cls, func, args, kwargs or {})
+    return run(cls, func, info, args, kwargs)
+
+
+def run(cls: type, func: Any, info: Info, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    """Find or make the plan of a call and run it."""
+    key: list[Any] = [func, _default_dtype()]
+    ids: list[Any] = []
+    handle: Any = None
+    add = key.append
+    shadowed = True
+    i = 0
+    for a in args:
+        t = type(a)
+        if t is cls:
+            handle = a._h
+            if handle.view is not None:
+                aliasing.refresh(a)
+                handle = a._h
+            if handle.shadow is None:
+                shadowed = False
+            add(handle.spec)
+            ids.append(handle.id)
+        elif t is int:
+            if i in info.numbers:
+                add(int)
+                ids.append(a)
+            else:
+                add(a)
+        elif t is float:
+            add(float)
+            if i in info.numbers:
+                ids.append(a)
+            else:
+                add(a)
+        elif a is None:
+            add(None)
+        elif t is list or t is tuple:
+            add(len(a))
+            for x in a:
+                tx = type(x)
+                if tx is cls:
+                    handle = x._h
+                    if handle.view is not None:
+                        aliasing.refresh(x)
+                        handle = x._h
+                    if handle.shadow is None:
+                        shadowed = False
+                    add(handle.spec)
+                    ids.append(handle.id)
+                elif tx is int or x is None:
+                    add(x)
+                elif tx is float or tx is bool:
+                    add(tx)
+                    add(x)
+                else:
+                    return run_plain(cls, func, info, args, kwargs)
+        elif t is bool:
+            add(bool)
+            add(a)
+        elif t is str or t is complex or isinstance(a, _CONSTANTS):
+            add(a)
+        elif t is torch.device:
+            if a.type != "dtorch":
+                return other_device(cls, func, args, kwargs or {}, a)
+            add(torch.device)
+        else:
+            return run_plain(cls, func, info, args, kwargs)
+        i += 1
+    if kwargs:
+        for name, a in kwargs.items():
+            t = type(a)
+            add(name)
+            if t is cls:
+                handle = a._h
+                if handle.view is not None:
+                    aliasing.refresh(a)
+                    handle = a._h
+                if handle.shadow is None:
+                    shadowed = False
+                add(handle.spec)
+                ids.append(handle.id)
+            elif t is int or t is float:
+                add(t)
+                if name in info.names:
+                    ids.append(a)
+                else:
+                    add(a)
+            elif t is bool:
+                add(bool)
+                add(a)
+            elif isinstance(a, torch.Generator):
+                if not random.is_ours(a):
+                    return random.draw_on_host(cls, func, args, kwargs, a)
+                add(torch.Generator)
+            elif t is list or t is tuple:
+                add(len(a))
+                for x in a:
+                    if isinstance(x, torch.Tensor):
+                        return run_plain(cls, func, info, args, kwargs)
+                    add(type(x))
+                    add(x)
+            elif a is None or t is str or t is complex or isinstance(a, _CONSTANTS):
+                add(a)
+            elif t is torch.device:
+                if a.type != "dtorch":
+                    return other_device(cls, func, args, kwargs, a)
+                if a.index is not None and handle is not None and a.index != handle.spec.mesh.id:
+                    return other_mesh(cls, func, args, kwargs, a)
+                add(torch.device)
+            else:
+                return run_plain(cls, func, info, args, kwargs)
+    if handle is None:
+        return run_plain(cls, func, info, args, kwargs)
+    session: Session = handle.session
+    k = tuple(key)
+    ready = session.plans.get(k)
+    if ready is None:
+        ready = make_ready(cls, session, func, info, args, kwargs or _NO_KWARGS, k)
+        if ready is None:  # an argument was re-placed: its spec, and so the key, changed
+            return run(cls, func, info, args, kwargs)
+    if ready.moves and (session.config.strict or is_strict()):
+        refuse_hidden_moves(ready.plan)
+    if ready.plain and session.observer is None and not shadowed:
+        new = session.ids()
+        buf = session.buf
+        if session.dead:
+            session.release()
+        ids.append(new)
+        session.sites.append(caller(_getframe(2)))
+        buf.extend((ready.code, *ids))
+        if session._immediate or session._asleep or len(buf) > 320:
+            session.emitted()
+        out = ready.one()
+        out._h = Handle(new, ready.spec, session)
+        return out
+    return run_ready(cls, session, ready, func, info, args, kwargs or _NO_KWARGS, ids, shadowed)
+
+
+_CONSTANTS = (torch.dtype, torch.memory_format, torch.layout)
+
+
+def make_ready(
+    cls: type, session: Session, func: Any, info: Info, args: tuple[Any, ...], kwargs: dict[str, Any], key: tuple[Any, ...]
+) -> Ready | None:
+    """Plan a call seen for the first time; ``None`` when an argument was re-placed and the key must be built again."""
+
+    def spec_of(value: Any) -> Any:
+        if type(value) is cls:
+            return value._h.spec  # type: ignore[attr-defined]
+        if isinstance(value, (list, tuple)):
+            return [spec_of(v) for v in value]
+        return value
+
+    call = Call(func, tuple(spec_of(a) for a in args), {k: spec_of(v) for k, v in kwargs.items()})
+    meshes = {s.mesh.id: s.mesh for s in call.specs}
+    if len(meshes) > 1:
+        names = " and ".join(str(session.mesh(i)) for i in sorted(meshes))
+        raise RuntimeError(
+            f"Expected all tensors to be on the same device mesh, but {func} got tensors on {names}. "
+            "Move one with redistribute(device_mesh=...) or .to(other.device)."
+        )
+    mesh = call.first.mesh
+    plan = make_plan(call, mesh)
+    if session.config.strict or is_strict():
+        refuse_hidden_moves(plan)
+    if plan.reduce and replace_reduced(cls, plan, args, kwargs):
+        return None
+    marked, marked_kwargs, numbers = mark(call, info.names, info.numbers)
+    with session.lock:
+        code = session.send_plan(encode_plan(session, plan, marked, marked_kwargs, numbers + plan.random))
+    alias = next((r.alias for r in plan.results if r.alias is not None and not r.same), None)
+    ready = Ready(session, plan, code, cls, alias if is_view(func) else None)
+    session.plans[key] = ready
+    return ready
+
+
+def tensors_of(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Distributed tensors among the arguments, in slot order."""
+    found = []
+    for a in (*args, *kwargs.values()):
+        if type(a) is cls:
+            found.append(a)
+        elif isinstance(a, (list, tuple)):
+            found.extend(x for x in a if type(x) is cls)
+    return found
+
+
+def run_ready(
+    cls: type, session: Session, ready: Ready, func: Any, info: Info, args: tuple[Any, ...], kwargs: dict[str, Any],
+    ids: list[Any], shadowed: bool,
+) -> Any:  # fmt: skip
+    """Run a plan with more to it than one new result: views, writes, several results, random numbers, waiting."""
+    plan = ready.plan
+    slots = tensors_of(cls, args, kwargs)
+    if plan.random:
+        ids.append(random.generator_number(session, kwargs.get("generator"), plan.mesh))
+    request = None
+    new = [r for r in plan.results if not r.same]
+    with session.lock:
+        first = session.ids() if new else 0
+        for _ in new[1:]:
+            session.ids()
+        if session.dead:
+            session.release()
+        if new:
+            ids.append(first)
+        if plan.dynamic:
+            number, request = session.request(1)
+            ids.append(number)
+        session.sites.append(caller(_getframe(3)))
+        session.buf.extend((ready.code, *ids))
+    if session.observer is not None:
+        session.observer(func, plan)
+    if plan.fallback:
+        note_fallback(func)
+    session.emitted()
+    if request is not None:
+        specs = wait_for_specs(session, plan, request)
+        wrapped = [wrap(session, first + i, spec) for i, spec in enumerate(specs)]
+        outs: list[Any] = wrapped
+    else:
+        outs = wrap_results(cls, session, ready, slots, first)
+    for i in info.writes:
+        written = args[i] if i < len(args) else kwargs.get(func._schema.arguments[i].name)
+        for t in written if isinstance(written, (list, tuple)) else (written,):
+            if type(t) is cls:
+                aliasing.wrote(t)
+    if shadowed:
+        shadow.follow(cls, func, args, kwargs, outs, plan)
+    else:
+        shadow.forget_written(cls, info, func, args, kwargs)
+    if plan.copies_view or (ready.view_slot is not None and slots[ready.view_slot]._h.view is not None):
+        # A view of a copied view is as stale, and as written back, as its base.
+        aliasing.register_copies(cls, func, args, kwargs, outs, plan)
+    return shape_like(plan.template, outs)
+
+
+def wrap_results(cls: type, session: Session, ready: Ready, slots: list[Any], first: int) -> list[Any]:
+    """Wrappers of the results: new ones, and the written arguments themselves."""
+    plan = ready.plan
+    outs: list[Any] = []
+    number = first
+    outside = False
+    if ready.view_slot is not None and _inference():
+        outside = not slots[ready.view_slot].is_inference()
+    for r, make in zip(plan.results, ready.makers, strict=True):
+        if make is None:
+            assert r.alias is not None
+            outs.append(slots[r.alias])
+            continue
+        assert r.spec is not None
+        spec = session.intern(r.spec)
+        base = slots[r.alias] if r.alias is not None else None
+        if base is not None and not plan.copies_view:
+            offset = base.storage_offset() + r.offset if r.offset or base.storage_offset() else None
+            if outside:
+                with torch.inference_mode(False):
+                    out = make(storage_offset=offset)
+            else:
+                out = make(storage_offset=offset)
+            out._h = Handle(number, spec, session)  # type: ignore[attr-defined]
+            aliasing.join(out._h, base._h)  # type: ignore[attr-defined]
+        else:
+            out = make()
+            out._h = Handle(number, spec, session)  # type: ignore[attr-defined]
+        if r.conj:
+            set_conj(out, True)
+        if r.neg:
+            set_neg(out, True)
+        outs.append(out)
+        number += 1
+    return outs
+
+
+def wait_for_specs(session: Session, plan: Plan, request: Any) -> list[Any]:
+    """Specs of results that only the workers know: waits for them."""
+    session.flush()
+    session.wait(request, None)
+    if request.error is not None:
+        raise request.error
+    if request.meta is None:
+        session.raise_failure()
+        raise DtorchError(f"{plan.call.func} needs a value that was never made, because of an earlier failure.")
+    whole = (REPLICATE,) * plan.mesh.ndim
+    return [session.make_spec(plan.mesh, whole, shape, stride, dtype_from(d)) for shape, stride, d in request.meta]
+
+
+def replace_reduced(cls: type, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Reduce Partial arguments in place of themselves, so that the next consumer finds them reduced.
+
+    Returns:
+        Whether any was; a tensor that shares its memory stays as it is and is reduced within the plan.
+    """
+    slots = tensors_of(cls, args, kwargs)
+    before = [slots[slot]._h.spec for slot, _ in plan.reduce]
+    for slot, _ in plan.reduce:
+        if slots[slot]._h.family is None:
+            reduced(slots[slot])
+    return any(slots[slot]._h.spec is not spec for (slot, _), spec in zip(plan.reduce, before, strict=True))
+
+
+def shape_like(template: Any, outs: list[Any]) -> Any:
+    """Results in the operator's structure."""
+    if type(template) is int:
+        return outs[template]
+    if isinstance(template, list):
+        return [shape_like(t, outs) for t in template]
+    return None
+
+
+def run_plain(cls: type, func: Any, info: Info, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    """Arguments that are not cacheable as they are: plain tensors join as replicated, numpy scalars become numbers."""
+    kwargs = kwargs or {}
+    mesh_of = next(iter(tensors_of(cls, args, kwargs)), None)
+    if mesh_of is None:
+        raise DtorchError(f"{func} reached dtorch without a distributed tensor.")
+    session: Session = mesh_of._h.session
+    layout = mesh_of._h.spec.mesh
+    arguments = func._schema.arguments
+    changed = False
+
+    def convert(value: Any, writes: bool) -> Any:
+        nonlocal changed
+        if type(value) is cls:
+            if value._h.session is not session:
+                raise RuntimeError(f"{func} got tensors of two sessions; move one through .to_torch().")
+            return value
+        if isinstance(value, torch.Tensor):
+            changed = True
+            if writes:
+                raise RuntimeError(
+                    f"{func} would write the values of a distributed tensor into a plain {value.device} tensor of shape "
+                    f"{tuple(value.shape)}. Bring them here first with .to_torch() or .cpu()."
+                )
+            return put(session, value, layout)
+        if isinstance(value, (list, tuple)):
+            return [convert(v, writes) for v in value]
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) or type(value).__module__ == "numpy":
+            changed = True
+            return value.item() if hasattr(value, "item") else int(value)
+        return value
+
+    def writes(i: int) -> bool:
+        return i in info.writes
+
+    names = {a.name: i for i, a in enumerate(arguments)}
+    new_args = tuple(convert(a, writes(i)) for i, a in enumerate(args))
+    new_kwargs = {k: convert(v, writes(names.get(k, -1))) for k, v in kwargs.items()}
+    if not changed:
+        raise DtorchError(f"{func} got an argument that dtorch cannot send to workers: {args!r:.200} {kwargs!r:.200}")
+    return run(cls, func, info, new_args, new_kwargs)
+
+
+def other_device(cls: type, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Any:
+    """``new_zeros(..., device="cpu")`` and the like: the result is a plain tensor there; only metadata is needed."""
+
+    def stand_in(value: Any) -> Any:
+        if type(value) is cls:
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+        if isinstance(value, (list, tuple)):
+            return [stand_in(v) for v in value]
+        return value
+
+    return func(*map(stand_in, args), **{k: stand_in(v) for k, v in kwargs.items()})
+
+
+def other_mesh(cls: type, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Any:
+    """The same with a device of another mesh: the stand-in lives there, replicated."""
+    base = tensors_of(cls, args, kwargs)[0]
+    session: Session = base._h.session
+    there = session.layout(session.mesh(device.index))
+
+    def stand_in(value: Any) -> Any:
+        if type(value) is cls:
+            return empty(session, value.shape, value.stride(), value.dtype, there)
+        return value
+
+    return func(*map(stand_in, args), **kwargs)
+
+

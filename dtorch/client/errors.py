@@ -1,0 +1,34 @@
+"""Remote failures as sentences of the user's program."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dtorch.client.sites import Site, describe
+from dtorch.core.errors import RemoteError
+
+_KINDS: dict[str, type[RemoteError]] = {}
+
+
+def remote_error(
+    op: str, device: str, kind: str, text: str, trace: str, shapes: list[Any], site: Site | None
+) -> RemoteError:
+    """The exception for a failed operator; it is also an instance of the builtin exception that the worker raised."""
+    where = describe(site) if site is not None else None
+    name = op.replace("::", ".")
+    local = ", ".join(str(tuple(s[0])) for s in shapes if s) or "no tensors"
+    message = (
+        f"{name or 'a redistribution'} failed on device {device}"
+        + (f", issued at {where}" if where else "")
+        + f": {kind}: {text} (local shapes on that device: {local})"
+    )
+    return _class_for(kind)(message, name, device, where, kind, trace)
+
+
+def _class_for(kind: str) -> type[RemoteError]:
+    builtin = {e.__name__: e for e in (IndexError, ValueError, TypeError, KeyError, MemoryError, NotImplementedError)}.get(kind)
+    if builtin is None:
+        return RemoteError
+    if kind not in _KINDS:
+        _KINDS[kind] = type(f"Remote{kind}", (RemoteError, builtin), {"__doc__": f"A {kind} on a worker."})
+    return _KINDS[kind]

@@ -1,0 +1,62 @@
+"""What a distributed tensor holds instead of data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from dtorch.core.spec import TensorSpec
+
+if TYPE_CHECKING:
+    from dtorch.client.session import Session
+
+
+class Family:
+    """Tensors that share memory: a base and its views.
+
+    ``version`` counts writes through any member. A view that had to be copied to other devices (its devices do not
+    hold the base's piece) remembers the version it was taken at, and is taken again when that is old.
+    """
+
+    __slots__ = ("copies", "shadow_lost", "version")
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.copies = 0  # copied views ever made; while 0 nobody needs to look at versions
+        self.shadow_lost = False
+
+
+class CopiedView:
+    """How to take a copied view again, and how to put what was written to it back."""
+
+    __slots__ = ("base", "replay", "version", "write_back")
+
+    def __init__(
+        self, base: Handle, replay: Callable[[], Any], write_back: Callable[[Any], None], version: int
+    ) -> None:
+        self.base, self.replay, self.write_back, self.version = base, replay, write_back, version
+
+
+class Handle:
+    """Id, spec and session of one tensor on the workers; dropping it frees the tensor there.
+
+    Attributes:
+        id: the tensor's number in its session.
+        spec: shape, strides, dtype, mesh and placements.
+        family: tensors that share its memory; ``None`` until it is viewed.
+        view: set when this is a copied view.
+        shadow: a host tensor of the same value, or ``None``.
+    """
+
+    __slots__ = ("family", "id", "session", "shadow", "spec", "view")
+
+    def __init__(self, id_: int, spec: TensorSpec, session: Session) -> None:
+        self.id = id_
+        self.spec = spec
+        self.session = session
+        self.family: Family | None = None
+        self.view: CopiedView | None = None
+        self.shadow: Any = None
+
+    def __del__(self) -> None:
+        self.session.dead.append(self.id)

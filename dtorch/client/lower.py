@@ -1,0 +1,120 @@
+"""A plan made ready: sent to the workers once, and kept in the form that the dispatcher runs fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from dtorch.client.session import Session
+from dtorch.core.spec import TensorSpec
+from dtorch.core.torch_private import make_wrapper_subclass
+from dtorch.planner.call import Call
+from dtorch.planner.plan import Plan, Result
+from dtorch.planner.redistribute import Step
+from dtorch.protocol.values import DeviceSlot, GeneratorSlot, Number, Slot, encode
+
+
+class Ready:
+    """A plan in the session's terms.
+
+    Attributes:
+        code: command code that runs it.
+        one: constructor of the wrapper when there is exactly one new result and nothing else to do, else ``None``.
+        spec: that result's spec.
+        plain: nothing but emitting the command and wrapping results is needed.
+        makers: for each result, constructor of its wrapper, or ``None`` when it is an argument.
+    """
+
+    __slots__ = ("code", "makers", "moves", "one", "plain", "plan", "spec", "view_slot")
+
+    def __init__(self, session: Session, plan: Plan, code: int, cls: type, alias_slot: int | None) -> None:
+        self.plan, self.code = plan, code
+        self.makers: list[Callable[..., torch.Tensor] | None] = []
+        device = torch.device("dtorch", plan.mesh.id)
+        for r in plan.results:
+            if r.spec is None or r.same:
+                self.makers.append(None)
+            else:
+                self.makers.append(wrapper_maker(cls, session.intern(r.spec), device))
+        single = len(plan.results) == 1 and self.makers[0] is not None and plan.template == 0
+        self.moves = bool(plan.moves or plan.back)
+        special = plan.dynamic or plan.random or plan.reduce or plan.back or plan.copies_view or plan.fallback
+        written = any(True for _ in plan.call.written_slots())
+        bits = any(r.conj or r.neg for r in plan.results)
+        self.view_slot = alias_slot
+        self.plain = bool(single and not special and not written and not bits and alias_slot is None)
+        self.one = self.makers[0] if self.plain else None
+        first = plan.results[0].spec if plan.results else None
+        self.spec = None if first is None else session.intern(first)
+
+
+def wrapper_maker(cls: type, spec: TensorSpec, device: torch.device) -> Callable[..., torch.Tensor]:
+    """Constructor of wrappers with this spec; takes ``storage_offset=``."""
+    return partial(
+        make_wrapper_subclass, cls, spec.shape, strides=spec.stride, dtype=spec.dtype, device=device,
+        layout=torch.strided,
+    )  # fmt: skip
+
+
+def encode_plan(session: Session, plan: Plan, args: Sequence[Any], kwargs: dict[str, Any], numbers: int) -> list[Any]:
+    """The msgpack form of a plan, see ``protocol.plans``; ``args``/``kwargs`` already hold marks for changing values."""
+
+    def steps(rows: Sequence[tuple[int, tuple[Step, ...]]]) -> list[Any]:
+        return [
+            [slot, [[s.kind, s.axis, session.spec_id(s.src), session.spec_id(s.dst)] for s in row]] for slot, row in rows
+        ]
+
+    def result(r: Result) -> list[Any]:
+        return [None if r.spec is None else session.spec_id(r.spec), r.alias if r.same else None, r.alias is not None]
+
+    func = plan.call.func
+    return [
+        f"{func._schema.name}.{func._overloadname}",
+        plan.mesh.id,
+        [session.spec_id(s) for s in plan.call.specs],
+        numbers,
+        [encode(a) for a in args],
+        {k: encode(v) for k, v in kwargs.items()},
+        steps(plan.moves),
+        steps(plan.back),
+        [result(r) for r in plan.results],
+        plan.kernel,
+        list(plan.resize) if plan.resize else None,
+        plan.dynamic | plan.random << 1,
+    ]
+
+
+def encode_move(session: Session, steps: Sequence[Step], src: TensorSpec, dst: TensorSpec) -> list[Any]:
+    """A plan that only redistributes one tensor."""
+    rows = [[s.kind, s.axis, session.spec_id(s.src), session.spec_id(s.dst)] for s in steps]
+    return ["", dst.mesh.id, [session.spec_id(src)], 0, [{"t": 0}], {}, [[0, rows]], [], [[session.spec_id(dst), None, False]], None, None, 0]
+
+
+def mark(call: Call, number_names: frozenset[str], numbers_positional: frozenset[int]) -> tuple[list[Any], dict[str, Any], int]:
+    """Arguments with marks for tensors, changing scalars, devices and generators; and the count of scalars."""
+    slots = iter(range(len(call.specs)))
+    count = 0
+
+    def convert(value: Any, number: bool) -> Any:
+        nonlocal count
+        if isinstance(value, TensorSpec):
+            return Slot(next(slots))
+        if isinstance(value, (list, tuple)):
+            return [convert(v, False) for v in value]
+        if isinstance(value, torch.device):
+            return DeviceSlot()
+        if isinstance(value, torch.Generator):
+            return GeneratorSlot()
+        if number and type(value) in (int, float):
+            count += 1
+            return Number(count - 1)
+        return value
+
+    args = [convert(a, i in numbers_positional) for i, a in enumerate(call.args)]
+    kwargs = {k: convert(v, k in number_names) for k, v in call.kwargs.items()}
+    if torch.Tag.nondeterministic_seeded in call.func.tags and any(a.name == "generator" for a in call.func._schema.arguments):
+        kwargs["generator"] = GeneratorSlot()
+    return args, kwargs, count

@@ -1,0 +1,455 @@
+"""A session: the ordered command stream from this process to its workers, and the replies that come back.
+
+Threads: any thread may append commands (``list.extend`` is atomic under the interpreter lock); sending and receiving
+happen under one lock, by whichever thread needs it. A small timer thread flushes what has waited too long.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgpack
+import torch
+
+from dtorch.client.errors import remote_error
+from dtorch.client.sites import Site
+from dtorch.core.config import SessionConfig
+from dtorch.core.errors import DtorchError, RemoteError, SessionClosedError, WorkerLostError
+from dtorch.core.mesh import DeviceMesh
+from dtorch.core.placements import Placement
+from dtorch.core.spec import MeshLayout, TensorSpec
+from dtorch.protocol import commands as C
+from dtorch.protocol.link import Ack, Link, Reply, WorkerLost, WorkerUp
+from dtorch.protocol.values import encode_spec
+
+if TYPE_CHECKING:
+    from dtorch.client.lower import Ready
+
+# A batch leaves when the stream holds this many values (about 64 operators), or after _LINGER_S.
+_BATCH_VALUES = 320
+_LINGER_S = 0.002
+# The client runs ahead of the slowest worker by at most this many batches, or bytes of uploads.
+_WINDOW = 256
+_WINDOW_BYTES = 256 << 20
+MAX_MESHES = 64
+
+
+class Request:
+    """Something the client waits for: complete when every expected worker has answered."""
+
+    __slots__ = ("callbacks", "done", "error", "expected", "meta", "parts")
+
+    def __init__(self, expected: int) -> None:
+        self.expected = expected
+        self.parts: dict[int, memoryview] = {}
+        self.meta: Any = None
+        self.error: DtorchError | None = None
+        self.done = False
+        self.callbacks: list[Callable[[], None]] = []
+
+
+class Session:
+    """The stream, the ids, the meshes and specs known to the workers, and the plans made so far.
+
+    Attributes:
+        buf: commands not sent yet.
+        dead: ids of tensors that Python has dropped.
+        ids: next free tensor id.
+        plans: call key -> ready plan.
+    """
+
+    def __init__(self, link: Link, config: SessionConfig) -> None:
+        self.link, self.config = link, config
+        self.pid = os.getpid()
+        self.lock = threading.RLock()
+        self.buf: list[Any] = []
+        self.frames: list[bytes | memoryview] = []
+        self.dead: list[int] = []
+        self.sites: deque[Site] = deque()
+        self.ids: Callable[[], int] = itertools.count(1).__next__
+        self.plans: dict[Any, Ready] = {}
+        self.closed: str | None = None
+        self.workers: dict[int, WorkerUp] = {}
+        self.observer: Any = None
+        self._requests: dict[int, Request] = {}
+        self._request_ids = itertools.count(1)
+        self._meshes: list[DeviceMesh] = []
+        self._layouts: dict[Any, MeshLayout] = {}
+        self._specs: dict[TensorSpec, TensorSpec] = {}
+        self._spec_ids: dict[TensorSpec, int] = {}
+        self._plan_ids = itertools.count()
+        self._device_worker: dict[int, int] = {}
+        self._seq = 0
+        self._acked = 0
+        self._sent_ops: deque[tuple[int, int, int]] = deque()  # (seq, ops sent up to it, bytes)
+        self._site_base = 0
+        self._bytes = 0
+        self._failures: deque[RemoteError] = deque()
+        self._by_serial: dict[int, RemoteError] = {}
+        self._flushes = 0
+        self._immediate = config.mode == "inline"
+        self._wake = threading.Event()
+        self._asleep = True
+        self._timer: threading.Thread | None = None
+        os.register_at_fork(after_in_child=self._forked)
+
+    # -- meshes and specs --------------------------------------------------------------------------------------
+    def layout(self, mesh: DeviceMesh) -> MeshLayout:
+        """The mesh's layout in this session; tells the workers of it on first use.
+
+        Raises:
+            SessionClosedError: the session is over.
+            DtorchError: too many meshes, or devices that the workers do not have.
+        """
+        if mesh._layout_id is not None and mesh._graph is self:
+            return mesh._layout_id
+        with self.lock:
+            found = self._layouts.get(mesh.key)
+            if found is None:
+                self.check_open()
+                if len(self._meshes) >= MAX_MESHES:
+                    raise DtorchError(
+                        f"A session can use {MAX_MESHES} different meshes, and {mesh} would be one more. "
+                        "Use the same mesh again, or end the session with dtorch.shutdown()."
+                    )
+                workers = self._place(mesh)
+                found = MeshLayout(len(self._meshes), tuple(mesh.mesh.shape), mesh.devices)
+                self._layouts[mesh.key] = found
+                self._meshes.append(mesh)
+                self.buf.extend((C.MESH, found.id, list(found.shape), list(found.devices), workers))
+            mesh._layout_id, mesh._graph = found, self
+            return found
+
+    def mesh(self, index: int) -> DeviceMesh:
+        """The mesh of device ``dtorch:index``.
+
+        Raises:
+            DtorchError: there is none yet.
+        """
+        if not 0 <= index < len(self._meshes):
+            raise DtorchError(
+                f"There is no device dtorch:{index}: {len(self._meshes)} meshes are in use. "
+                "dtorch:k is the k-th mesh of the session; make one with dtorch.DeviceMesh or dtorch.init_device_mesh."
+            )
+        return self._meshes[index]
+
+    @property
+    def mesh_count(self) -> int:
+        """Number of meshes in use."""
+        return len(self._meshes)
+
+    def _place(self, mesh: DeviceMesh) -> list[int]:
+        """Workers of the mesh's devices; starts workers for devices that have none."""
+        if mesh.device_type not in ("cpu", self.config.device_type):
+            raise DtorchError(
+                f"{mesh} wants devices of type {mesh.device_type!r}; the workers of this session have "
+                f"{self.config.device_type!r}."
+            )
+        limit = self.config.max_devices
+        if limit is not None and max(mesh.devices) >= limit:
+            raise DtorchError(f"{mesh} names device {max(mesh.devices)}; this session has devices 0 to {limit - 1}.")
+        missing = [d for d in mesh.devices if d not in self._device_worker]
+        if missing:
+            self.flush()
+            self._device_worker.update(self.link.assign(missing))
+        return [self._device_worker[d] for d in mesh.devices]
+
+    def workers_of(self, layout: MeshLayout) -> set[int]:
+        """The workers that host devices of the mesh."""
+        return {self._device_worker[d] for d in layout.devices}
+
+    def intern(self, spec: TensorSpec) -> TensorSpec:
+        """The one object that stands for this spec, so that comparing specs is comparing identities."""
+        return self._specs.setdefault(spec, spec)
+
+    def make_spec(
+        self,
+        mesh: MeshLayout,
+        placements: tuple[Placement, ...],
+        shape: Sequence[int],
+        stride: Sequence[int],
+        dtype: torch.dtype,
+    ) -> TensorSpec:
+        """An interned spec."""
+        return self.intern(TensorSpec(mesh, placements, tuple(shape), tuple(stride), dtype))
+
+    def spec_id(self, spec: TensorSpec) -> int:
+        """Number of the spec on the wire; sends it on first use."""
+        number = self._spec_ids.get(spec)
+        if number is None:
+            with self.lock:
+                number = self._spec_ids.get(spec)
+                if number is None:
+                    number = len(self._spec_ids)
+                    self.buf.extend((C.SPEC, number, encode_spec(spec)))
+                    self._spec_ids[spec] = number  # last: whoever sees the number may use it
+        return number
+
+    def send_plan(self, data: list[Any]) -> int:
+        """Send an encoded plan; returns the command code that runs it."""
+        number = next(self._plan_ids)
+        self.buf.extend((C.PLAN, number, data))
+        return number + C.FIRST_PLAN
+
+    # -- the stream --------------------------------------------------------------------------------------------
+    def emitted(self) -> None:
+        """To be called after commands were appended: sends when enough has gathered."""
+        if self._immediate or len(self.buf) > _BATCH_VALUES:
+            self.flush()
+        elif self._asleep:
+            self._start_timer()
+
+    def release(self) -> None:
+        """Append the ids that Python dropped as one FREE command."""
+        dead = self.dead
+        n = len(dead)
+        ids = dead[:n]
+        del dead[:n]
+        self.buf.extend((C.FREE, len(ids), *ids))
+
+    def upload(self, tensor_id: int, spec: TensorSpec, data: bytes | memoryview) -> None:
+        """Append a PUT of these bytes (row-major, of the global tensor)."""
+        with self.lock:
+            number = self.spec_id(spec)
+            self.frames.append(data)
+            self._bytes += len(data)
+            self.buf.extend((C.PUT, tensor_id, number, len(self.frames)))
+            if self._bytes > _WINDOW_BYTES // 4:
+                self.flush()
+        self.emitted()
+
+    def flush(self) -> None:
+        """Send everything appended so far; waits while the window is full.
+
+        Raises:
+            SessionClosedError, CommError, WorkerLostError: the session cannot go on.
+        """
+        with self.lock:
+            self.check_open()
+            if self.dead:
+                self.release()
+            n = len(self.buf)
+            if not n:
+                return
+            commands = self.buf[:n]
+            del self.buf[:n]
+            frames, self.frames = self.frames, []
+            size, self._bytes = self._bytes, 0
+            self._seq += 1
+            self._flushes += 1
+            self._sent_ops.append((self._seq, self._site_base + len(self.sites), size))
+            self.link.send_batch(self._seq, [msgpack.packb(commands), *frames])
+            self._drain(0.0)
+            while self._seq - self._acked > _WINDOW or sum(b for _, _, b in self._sent_ops) > _WINDOW_BYTES:
+                if not self._drain(None):
+                    break
+
+    def _drain(self, timeout_s: float | None) -> bool:
+        """Handle what has arrived; waits for the first message up to ``timeout_s``. Whether there was any."""
+        event = self.link.receive(timeout_s)
+        found = event is not None
+        while event is not None:
+            self._handle(event)
+            event = self.link.receive(0.0)
+        return found
+
+    def _handle(self, event: Any) -> None:
+        if isinstance(event, Ack):
+            self._acked = max(self._acked, event.seq)
+            while self._sent_ops and self._sent_ops[0][0] <= self._acked:
+                _, ops, _ = self._sent_ops.popleft()
+                # A failed operator's report arrives before its batch is acknowledged.
+                while self._site_base < ops and self.sites:
+                    self.sites.popleft()
+                    self._site_base += 1
+        elif isinstance(event, Reply):
+            self._reply(event.frames)
+        elif isinstance(event, WorkerUp):
+            self.workers[event.index] = event
+        elif isinstance(event, WorkerLost):
+            self.workers.pop(event.index, None)
+            self._end(f"Worker {event.index} (pid {event.pid}, devices {list(event.devices)}) was lost: {event.reason}.", WorkerLostError)
+
+    def _reply(self, frames: Sequence[Any]) -> None:
+        header = msgpack.unpackb(frames[0])
+        kind = header[0]
+        if kind == C.ERROR:
+            self._failed(header)
+            return
+        request = self._requests.get(header[1])
+        if request is None:
+            return
+        if kind == C.META:
+            request.meta = header[2]
+            request.expected = 0
+        elif kind == C.DONE:
+            request.expected -= 1
+        else:
+            _, _, _, positions, lost = header
+            if lost is not None and request.error is None:
+                request.error = self._lost(*lost)
+            for position, data in zip(positions, frames[1:], strict=True):
+                request.parts[position] = memoryview(data)
+            request.expected -= 1
+        if request.expected <= 0:
+            self._complete(header[1], request)
+
+    def _complete(self, number: int, request: Request) -> None:
+        request.done = True
+        self._requests.pop(number, None)
+        for callback in request.callbacks:
+            callback()
+
+    def _failed(self, header: list[Any]) -> None:
+        _, serial, op, device, kind, text, trace, shapes = header
+        index = serial - self._site_base
+        site = self.sites[index] if 0 <= index < len(self.sites) else None
+        error = remote_error(op, device, kind, text, trace, shapes, site)
+        if serial not in self._by_serial:
+            self._by_serial[serial] = error
+            self._failures.append(error)
+            while len(self._by_serial) > 1000:
+                self._by_serial.pop(next(iter(self._by_serial)))
+
+    def _lost(self, serial: int, text: str) -> DtorchError:
+        cause = self._by_serial.get(serial)
+        if cause is None:
+            return RemoteError(f"This value was never made: {text}.")
+        if cause in self._failures:
+            self._failures.remove(cause)
+            return cause
+        return RemoteError(
+            f"This value was never made, because of an earlier failure: {cause}", cause.operator, cause.device,
+            cause.site, cause.remote_type, cause.remote_traceback,
+        )  # fmt: skip
+
+    # -- waiting -----------------------------------------------------------------------------------------------
+    def request(self, expected: int) -> tuple[int, Request]:
+        """A new request that ``expected`` workers will answer."""
+        number, request = next(self._request_ids), Request(expected)
+        self._requests[number] = request
+        return number, request
+
+    def fetch(self, tensor_id: int, spec: TensorSpec, positions: Sequence[int]) -> Request:
+        """Ask for the pieces at these positions of the mesh; flushes."""
+        number, request = self.request(len(self.workers_of(spec.mesh)))
+        self.buf.extend((C.FETCH, number, tensor_id, self.spec_id(spec), list(positions)))
+        self.flush()
+        return request
+
+    def synchronize(self) -> None:
+        """Wait until every worker has done all that was asked of it; raises what failed on the way."""
+        number, request = self.request(len(set(self._device_worker.values())))
+        if not request.expected:
+            return
+        self.buf.extend((C.SYNC, number))
+        self.flush()
+        self.wait(request, None)
+        self.raise_failure()
+
+    def wait(self, request: Request, timeout_s: float | None) -> bool:
+        """Wait for a request; false when the time ran out first.
+
+        Raises:
+            SessionClosedError, CommError, WorkerLostError: the answer will never come.
+        """
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        while not request.done:
+            self.check_open()
+            left = None if end is None else end - time.monotonic()
+            if left is not None and left < 0:
+                return False
+            if self.lock.acquire(timeout=0.005 if left is None else min(0.005, left + 1e-4)):
+                try:
+                    if not request.done:
+                        # In short turns, so that other waiting threads see what arrives for them.
+                        self._drain(0.05 if left is None else min(0.05, left))
+                finally:
+                    self.lock.release()
+        return True
+
+    def raise_failure(self) -> None:
+        """Raise the oldest failure that no one has seen yet."""
+        if self._failures:
+            raise self._failures.popleft()
+
+    # -- the end -----------------------------------------------------------------------------------------------
+    def check_open(self) -> None:
+        """Raise when the session is over.
+
+        Raises:
+            SessionClosedError: it was shut down, or this process is a fork.
+            WorkerLostError: a worker was lost.
+        """
+        if self.closed is not None:
+            raise self._closed_type(self.closed)
+
+    _closed_type: type[DtorchError] = SessionClosedError
+
+    def _end(self, why: str, kind: type[DtorchError]) -> None:
+        if self.closed is None:
+            self.closed, self._closed_type = why, kind
+            for number, request in list(self._requests.items()):
+                request.error = kind(why)
+                self._complete(number, request)
+
+    def close(self) -> None:
+        """End the session: workers and controller stop, waiting futures fail. Idempotent."""
+        if os.getpid() != self.pid:
+            return
+        with self.lock:
+            self._end("This session was shut down; its tensors are gone. The next use starts a new one.", SessionClosedError)
+            self.buf.clear()
+            self.frames.clear()
+        self._wake.set()
+        self.link.close()
+
+    def _forked(self) -> None:
+        self.lock = threading.RLock()
+        self.closed = (
+            "This process is a fork of the program that started the session, and cannot use it. "
+            "Start the session after forking, or keep its use in the parent."
+        )
+        self._closed_type = SessionClosedError
+
+    # -- the timer ---------------------------------------------------------------------------------------------
+    def _start_timer(self) -> None:
+        with self.lock:
+            if self._timer is None:
+                self._timer = threading.Thread(target=self._tick, name="dtorch-flush", daemon=True)
+                self._timer.start()
+            self._asleep = False
+            self._wake.set()
+
+    def _tick(self) -> None:
+        """Flush what has waited for a turn; sleep soundly while nothing happens."""
+        idle, seen = 0, -1
+        while self.closed is None:
+            time.sleep(_LINGER_S)
+            if (self.buf or self.dead) and self._flushes == seen:
+                idle = 0
+                try:
+                    self.flush()
+                except DtorchError:
+                    return  # the session is over; its users are told at their next call
+            elif not self.buf and not self._requests:
+                idle += 1
+            if self._requests and self.lock.acquire(blocking=False):
+                try:
+                    self._drain(0.0)
+                except DtorchError:
+                    return  # as above
+                finally:
+                    self.lock.release()
+            seen = self._flushes
+            if idle > 250:
+                self._wake.clear()
+                self._asleep = True
+                self._wake.wait()
+                idle = 0

@@ -1,0 +1,80 @@
+"""Host copies of small tensors made from host data, followed through the operators that work on nothing else.
+
+Masks, positions, timesteps and stopping flags are such tensors; their checks (``if mask.all()``) then cost no round
+trip to a worker.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dtorch.client.wrap import live_shadow, small_enough
+
+_WITHOUT = frozenset({"aten.empty_like", "aten.new_empty", "aten.new_empty_strided"})
+
+
+def follow(cls: type, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outs: list[Any], plan: Any) -> None:
+    """Run the operator on the host copies too; written arguments lose theirs when that is not possible."""
+    shapes = [(o._h.spec.shape, o._h.spec.dtype) for o in outs if type(o) is cls]
+    able = not plan.random and plan.call.name not in _WITHOUT and all(small_enough(s, d) for s, d in shapes)
+    host: Any = None
+    if able:
+        host = on_host(cls, func, args, kwargs)
+    if host is None:
+        forget(outs, plan)
+        return
+    values = host if isinstance(host, (list, tuple)) else [host]
+    for out, value, r in zip(outs, values, plan.results, strict=True):
+        if not r.same:
+            out._h.shadow = value
+
+
+def on_host(cls: type, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The operator on the host copies, or ``None`` when one is missing."""
+    missing = False
+
+    def convert(value: Any) -> Any:
+        nonlocal missing
+        if type(value) is cls:
+            shadow = live_shadow(value._h)  # type: ignore[attr-defined]
+            missing = missing or shadow is None
+            return shadow
+        if isinstance(value, (list, tuple)):
+            return [convert(v) for v in value]
+        if isinstance(value, torch.device):
+            return torch.device("cpu")
+        return value
+
+    new_args = [convert(a) for a in args]
+    new_kwargs = {k: convert(v) for k, v in kwargs.items()}
+    if missing:
+        return None
+    with torch.inference_mode(False), torch.no_grad():
+        return func(*new_args, **new_kwargs)
+
+
+def forget(outs: list[Any], plan: Any) -> None:
+    """Written arguments have no host copy any more, nor has what shares their memory."""
+    for out, r in zip(outs, plan.results, strict=False):
+        if r.same:
+            lose(out)
+
+
+def forget_written(cls: type, info: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """The same for an operator that had an input without host copy."""
+    arguments = func._schema.arguments
+    for i in info.writes:
+        written = args[i] if i < len(args) else kwargs.get(arguments[i].name)
+        for t in written if isinstance(written, (list, tuple)) else (written,):
+            if type(t) is cls:
+                lose(t)
+
+
+def lose(t: Any) -> None:
+    """Drop the host copy of a tensor that was written from the workers' side."""
+    h = t._h
+    h.shadow = None
+    if h.family is not None:
+        h.family.shadow_lost = True

@@ -1,0 +1,300 @@
+"""Operators that are more than a plan: reading values, moving between devices, changing metadata in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dtorch.client import aliasing, dispatch
+from dtorch.client.dispatch import SPECIAL, info_of, run
+from dtorch.client.shadow import lose
+from dtorch.client.wrap import empty, move, moved_spec, put, to_host
+from dtorch.core.placements import REPLICATE
+from dtorch.core.torch_private import has_composite_kernel, set_metadata
+
+aten = torch.ops.aten
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+
+def special(*funcs: Any) -> Callable[[Any], Any]:
+    """Register a handler ``(cls, func, args, kwargs) -> result`` for operators."""
+
+    def register(f: Any) -> Any:
+        for func in funcs:
+            SPECIAL[func] = f
+        return f
+
+    return register
+
+
+# -- values --------------------------------------------------------------------------------------------------------
+@special(aten._local_scalar_dense.default, aten.item.default)
+def item(cls: type, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """One number, read from the host copy or from the workers."""
+    return to_host(args[0]).item()
+
+
+@special(aten.is_nonzero.default)
+def is_nonzero(cls: type, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """The truth of a tensor of one element."""
+    return bool(to_host(args[0]))
+
+
+@special(aten.equal.default)
+def equal(cls: type, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Shapes are compared here, values where they live."""
+    a, b = args
+    if a.shape != b.shape:
+        return False
+    if a.dtype != b.dtype:
+        raise RuntimeError(f"Expected object of data type {a.dtype} but got data type {b.dtype} for argument 'other'")
+    return bool((a == b).all().item())
+
+
+@special(aten.is_pinned.default)
+def is_pinned(cls: type, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Never: the memory is on other processes."""
+    return False
+
+
+@special(aten.record_stream.default)
+def record_stream(cls: type, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Nothing to do: workers keep the order."""
+    return None
+
+
+# -- between devices -------------------------------------------------------------------------------------------------
+@special(aten._to_copy.default)
+def to_copy(cls: type, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Cast here, bring to the host, or move to another mesh."""
+    x = args[0]
+    device = kwargs.get("device")
+    rest = {k: v for k, v in kwargs.items() if k not in ("device", "non_blocking", "pin_memory", "layout") and v is not None}
+    if device is None or (device.type == "dtorch" and device.index in (None, x.device.index)):
+        return run(cls, func, info_of(func), (x,), rest)
+    if device.type == "meta":
+        with torch.no_grad():
+            return aten._to_copy.default(torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta"), **rest)
+    if device.type == "dtorch":
+        out = to_mesh(x, device.index)
+        return run(cls, func, info_of(func), (out,), rest) if rest else out
+    value = to_host(x).to(device)
+    return aten._to_copy.default(value, **rest) if rest else value
+
+
+def to_mesh(x: Any, index: int) -> Any:
+    """The tensor on the mesh ``dtorch:index``; placements stay when both meshes have the same shape."""
+    aliasing.refresh(x)
+    session, spec = x._h.session, x._h.spec
+    there = session.layout(session.mesh(index))
+    placements = spec.placements if there.shape == spec.mesh.shape else (REPLICATE,) * there.ndim
+    return move(x, moved_spec(session, spec, there, placements))
+
+
+@special(aten.copy_.default)
+def copy_(cls: type, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Between host and mesh, between meshes, or an ordinary operator on one mesh."""
+    dst, src = args[0], args[1]
+    if type(dst) is not cls:
+        dst.copy_(to_host(src))
+        return dst
+    h = dst._h
+    if type(src) is not cls:
+        value = src.detach().to("cpu", h.spec.dtype)
+        if h.family is None and h.view is None and not h.spec.has_partial:
+            value = value.expand(dst.shape)
+            fresh = put(h.session, value, h.spec.mesh, h.spec.placements)
+            _take_over(dst, fresh)
+            return dst
+        src = put(h.session, value, h.spec.mesh)
+    elif src._h.spec.mesh is not h.spec.mesh:
+        if src._h.session is not h.session:
+            src = put(h.session, to_host(src), h.spec.mesh)
+        else:
+            aliasing.refresh(src)
+            same = src.shape == dst.shape
+            placements = h.spec.placements if same else (REPLICATE,) * h.spec.mesh.ndim
+            src = move(src, moved_spec(h.session, src._h.spec, h.spec.mesh, placements))
+    return run(cls, func, info_of(func), (dst, src), kwargs)
+
+
+def _take_over(dst: Any, fresh: Any) -> None:
+    """``dst`` becomes the freshly made tensor of the same shape and dtype."""
+    h, f = dst._h, fresh._h
+    if f.spec is not h.spec:
+        # The upload is dense; a destination with another memory order keeps its own.
+        run(type(dst), aten.copy_.default, info_of(aten.copy_.default), (dst, fresh), {})
+        return
+    h.id, f.id = f.id, h.id
+    h.shadow = f.shadow
+
+
+@special(aten.lift_fresh.default, aten.lift.default)
+def lift(cls: type, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Already lifted."""
+    return args[0]
+
+
+@special(aten._pin_memory.default)
+def pin_memory(cls: type, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Pinning a distributed tensor changes nothing."""
+    return args[0]
+
+
+# -- metadata in place -------------------------------------------------------------------------------------------------
+def adopt(x: Any, fresh: Any) -> Any:
+    """``x`` becomes what ``fresh`` is: id, spec and the wrapper's own sizes and strides."""
+    h, f = x._h, fresh._h
+    set_metadata(x, fresh)
+    h.id, f.id = f.id, h.id
+    h.spec, f.spec = f.spec, h.spec
+    h.shadow, f.shadow = f.shadow, h.shadow
+    h.view = f.view
+    if f.family is not None:
+        h.family = f.family
+    return x
+
+
+def _view_in_place(functional: Any) -> Any:
+    def handler(cls: type, func: Any, args: Args, kwargs: Kwargs) -> Any:
+        x = args[0]
+        with torch.inference_mode(x.is_inference()):
+            fresh = dispatch.dispatch(cls, functional, (), args, kwargs)
+        return adopt(x, fresh)
+
+    return handler
+
+
+for _inplace, _functional in (
+    (aten.t_.default, aten.t.default),
+    (aten.transpose_.default, aten.transpose.int),
+    (aten.swapaxes_.default, aten.transpose.int),
+    (aten.swapdims_.default, aten.transpose.int),
+    (aten.squeeze_.default, aten.squeeze.default),
+    (aten.squeeze_.dim, aten.squeeze.dim),
+    (aten.squeeze_.dims, aten.squeeze.dims),
+    (aten.unsqueeze_.default, aten.unsqueeze.default),
+    (aten.as_strided_.default, aten.as_strided.default),
+):
+    SPECIAL[_inplace] = _view_in_place(_functional)
+
+
+@special(aten.resize_.default)
+def resize_(cls: type, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Another size; elements that fit are kept in memory order, as torch keeps them."""
+    x, size = args[0], tuple(args[1])
+    if tuple(x.shape) == size:
+        return x
+    h = x._h
+    count = 1
+    for n in size:
+        count *= n
+    fresh = empty(h.session, size, torch.empty(size, device="meta").stride(), h.spec.dtype, h.spec.mesh)
+    if count and x.numel():
+        flat = x.reshape(-1)
+        keep = min(count, x.numel())
+        fresh.view(-1)[:keep].copy_(flat[:keep])
+    lose(fresh)
+    return adopt(x, fresh)
+
+
+@special(aten.set_.source_Tensor, aten.set_.source_Tensor_storage_offset)
+def set_(cls: type, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Share the source's memory from now on."""
+    x, source = args[0], args[1]
+    if type(source) is not cls:
+        raise RuntimeError("set_ of a distributed tensor needs a distributed source; use copy_ for a plain tensor.")
+    if len(args) > 2:
+        fresh = source.as_strided(args[3], args[4] if len(args) > 4 else torch.empty(args[3], device="meta").stride(), args[2])
+    else:
+        fresh = dispatch.dispatch(cls, aten.alias.default, (), (source,), {})
+    return adopt(x, fresh)
+
+
+# -- out= variants and composites ----------------------------------------------------------------------------------------
+def functional_of(func: Any) -> Any:
+    """The overload without ``out`` arguments, or ``None``."""
+    schema = func._schema
+    wanted = [(a.name, str(a.type)) for a in schema.arguments if not a.is_out]
+    if len(wanted) == len(schema.arguments):
+        return None
+    namespace, name = schema.name.split("::")
+    packet = getattr(getattr(torch.ops, namespace), name)
+    for overload in packet.overloads():
+        candidate = getattr(packet, overload)
+        arguments = candidate._schema.arguments
+        writes = any(a.alias_info is not None and a.alias_info.is_write for a in arguments)
+        if not writes and [(a.name, str(a.type)) for a in arguments if a.name not in _FACTORY] == wanted:
+            return candidate
+    return None
+
+
+_FACTORY = frozenset({"dtype", "layout", "device", "pin_memory"})
+
+
+def _out_variant(functional: Any) -> Any:
+    def handler(cls: type, func: Any, args: Args, kwargs: Kwargs) -> Any:
+        names = [a.name for a in func._schema.arguments]
+        outs = {n: kwargs[n] for n in names if n in kwargs and _is_out(func, n)}
+        plain = args[: len(names) - len(outs)]
+        outs.update({n: v for n, v in zip(names, args, strict=False) if _is_out(func, n)})
+        for n, t in outs.items():
+            for one in t if isinstance(t, (list, tuple)) else (t,):
+                if type(one) is not cls:
+                    raise RuntimeError(
+                        f"{func}: {n} is a plain {one.device} tensor but an input is distributed. Give a distributed "
+                        "tensor, or bring the result here with .to_torch()."
+                    )
+        rest = {k: v for k, v in kwargs.items() if k not in outs}
+        results = functional(*plain, **rest)
+        flat = list(results) if isinstance(results, (list, tuple)) else [results]
+        targets: list[Any] = []
+        for t in outs.values():
+            targets.extend(t if isinstance(t, (list, tuple)) else (t,))
+        for target, result in zip(targets, flat, strict=True):
+            if not torch.can_cast(result.dtype, target.dtype):
+                raise RuntimeError(
+                    f"result type {result.dtype} can't be cast to the desired output type {target.dtype}"
+                )
+            if target.shape != result.shape:
+                target.resize_(result.shape)
+            target.copy_(result)
+        return targets[0] if len(targets) == 1 else tuple(targets)
+
+    return handler
+
+
+def _is_out(func: Any, name: str) -> bool:
+    return any(a.name == name and a.is_out for a in func._schema.arguments)
+
+
+# Composites that stay whole when autograd does not need their parts: workers have one kernel for them, or one message
+# says what several would.
+WHOLE = frozenset({"aten::linear", "aten::matmul"})
+
+
+def _decompose(cls: type, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    result = func.decompose(*args, **kwargs)
+    if result is NotImplemented:
+        return run(cls, func, info_of(func), args, kwargs)
+    return result
+
+
+def find_special(func: Any) -> Any:
+    """The handler of an operator, or ``None`` when a plan is all it needs."""
+    found = SPECIAL.get(func)
+    if found is not None:
+        return found
+    functional = functional_of(func)
+    if functional is not None:
+        return _out_variant(functional)
+    if func._schema.name not in WHOLE and has_composite_kernel(func):
+        return _decompose
+    return None
+
+
+dispatch.find_special = find_special
+

@@ -1,0 +1,388 @@
+"""``DTensor``: a ``torch.Tensor`` that knows mesh and placements and holds no data."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from dtorch.client import aliasing, graph, specials, wrap
+from dtorch.client.dispatch import dispatch
+from dtorch.client.factories import placed
+from dtorch.client.future import TensorFuture
+from dtorch.client.handle import Handle
+from dtorch.core.errors import PlacementError
+from dtorch.core.mesh import DeviceMesh
+from dtorch.core.placements import Placement, normalize
+from dtorch.core.torch_private import disabled_torch_function, make_wrapper_subclass
+
+_addresses = itertools.count(1 << 40, 1 << 24)
+_set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+class DTensor(torch.Tensor):
+    """A distributed tensor.
+
+    Args:
+        data: a plain tensor, a distributed one, or data for ``torch.tensor``.
+        device_mesh: where it lives; by default the default mesh.
+        placements: one per mesh axis; by default replicated.
+        requires_grad: whether autograd records operations on it.
+    """
+
+    _h: Handle
+    __torch_function__ = disabled_torch_function
+
+    @staticmethod
+    def __new__(
+        cls,
+        data: Any,
+        *args: Any,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Any] | None = None,
+        requires_grad: bool | None = None,
+        **attributes: Any,
+    ) -> Any:
+        if args and isinstance(args[0], bool):
+            requires_grad = args[0]
+        if attributes or (isinstance(data, torch.Tensor) and device_mesh is None and placements is None and requires_grad is not None):
+            return _as_parameter(data, bool(requires_grad), attributes)
+        return distribute_tensor(data, device_mesh, placements, requires_grad=bool(requires_grad))
+
+    __torch_dispatch__ = classmethod(dispatch)  # type: ignore[assignment]
+
+    # -- where it is ---------------------------------------------------------------------------------------------
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh it lives on."""
+        return self._h.session.mesh(self._h.spec.mesh.id)
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """How each mesh axis treats it."""
+        return self._h.spec.placements
+
+    # -- to the host ---------------------------------------------------------------------------------------------
+    def to_torch(self) -> torch.Tensor:
+        """The global value as a plain CPU tensor, outside of autograd; waits."""
+        return wrap.to_host(self)
+
+    def full_tensor(self) -> torch.Tensor:
+        """The global value as a plain CPU tensor, differentiable."""
+        return _ToHost.apply(self) if self.requires_grad else self.to_torch()  # type: ignore[no-any-return, no-untyped-call]
+
+    def to_torch_async(self) -> TensorFuture:
+        """The value as of now, without waiting for it."""
+        aliasing.refresh(self)
+        return TensorFuture(self)
+
+    def to_local(self, device: int | str | torch.device | None = None) -> torch.Tensor:
+        """The piece held by one device of the mesh, as a plain CPU tensor; waits.
+
+        Args:
+            device: device number, or ``"cpu:1"``; by default the mesh's first.
+
+        Raises:
+            PlacementError: the mesh has no such device.
+        """
+        aliasing.refresh(self)
+        spec = self._h.spec
+        number = spec.mesh.devices[0] if device is None else device if isinstance(device, int) else torch.device(device).index or 0
+        if number not in spec.mesh.devices:
+            raise PlacementError(f"Device {number} is not in {self.device_mesh}: its devices are {list(spec.mesh.devices)}.")
+        position = spec.mesh.devices.index(number)
+        h = self._h
+        request = h.session.fetch(h.id, spec, [position])
+        h.session.wait(request, None)
+        if request.error is not None:
+            raise request.error
+        h.session.raise_failure()
+        return wrap._tensor(request.parts[position], spec, spec.box(position))
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The value as a numpy array.
+
+        Raises:
+            RuntimeError: the tensor requires grad and ``force`` is not set, as in torch.
+        """
+        if self.requires_grad and not force:
+            raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
+        return self.to_torch().resolve_conj().resolve_neg().numpy()
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        value = self.numpy()
+        return value if dtype is None else value.astype(dtype)
+
+    def tolist(self) -> Any:
+        """The value as nested lists."""
+        return self.to_torch().tolist()  # type: ignore[no-untyped-call]
+
+    # -- to other placements ---------------------------------------------------------------------------------------
+    def redistribute(self, device_mesh: DeviceMesh | None = None, placements: Sequence[Any] | None = None) -> DTensor:
+        """The same value placed otherwise, on this or another mesh; differentiable.
+
+        Raises:
+            PlacementError: placements that do not fit the mesh or the tensor.
+        """
+        session = self._h.session
+        mesh = self._h.spec.mesh if device_mesh is None else session.layout(device_mesh)
+        if placements is None:
+            if mesh.ndim != self._h.spec.mesh.ndim:
+                raise PlacementError(
+                    f"redistribute to {device_mesh}, which has {mesh.ndim} axes instead of {self._h.spec.mesh.ndim}: "
+                    "say how with placements=."
+                )
+            placements = self._h.spec.placements
+        return _Redistribute.apply(self, mesh, normalize(placements, mesh.ndim, self.dim()))  # type: ignore[no-any-return, no-untyped-call]
+
+    def redistribute_like(self, other: DTensor) -> DTensor:
+        """Placed as ``other`` is."""
+        return self.redistribute(other.device_mesh, other.placements)
+
+    def redistribute_by_dict(
+        self, placements_dict: dict[str, Any], default_placement_mode: str = "raise_error"
+    ) -> DTensor:
+        """Placed by axis name.
+
+        Args:
+            placements_dict: mesh axis name -> placement.
+            default_placement_mode: for axes without an entry: ``"raise_error"``, ``"replicate"`` or ``"keep"``.
+
+        Raises:
+            PlacementError: an unknown axis or mode, or a missing entry.
+        """
+        if default_placement_mode not in ("raise_error", "replicate", "keep"):
+            raise PlacementError(
+                f"default_placement_mode={default_placement_mode!r}: use 'raise_error', 'replicate' or 'keep'."
+            )
+        mesh = self.device_mesh
+        chosen = {mesh.axis(name): p for name, p in placements_dict.items()}
+        names = mesh.mesh_dim_names or tuple(range(mesh.ndim))
+        missing = [names[a] for a in range(mesh.ndim) if a not in chosen]
+        if missing and default_placement_mode == "raise_error":
+            raise PlacementError(f"No placement is given for mesh axes {missing} of {mesh}.")
+        from dtorch.core.placements import REPLICATE
+
+        default = [REPLICATE] * mesh.ndim if default_placement_mode == "replicate" else list(self.placements)
+        return self.redistribute(placements=[chosen.get(a, default[a]) for a in range(mesh.ndim)])
+
+    # -- torch's surface where a wrapper must answer itself ----------------------------------------------------------
+    @property
+    def data(self) -> DTensor:
+        """The tensor outside of autograd."""
+        return self.detach()  # type: ignore[return-value]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if not isinstance(value, DTensor):
+            raise RuntimeError("Setting .data of a distributed tensor needs a distributed tensor; use copy_ instead.")
+        _set_data(self, value)
+        self._h = value._h
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return describe(self)
+
+    __str__ = __repr__
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if self.dim() == 0 and spec else repr(self) if self.dim() or not spec else ""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) in memo:
+            return memo[id(self)]
+        if not self.is_leaf:
+            raise RuntimeError(
+                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment."
+            )
+        with torch.no_grad(), torch.inference_mode(False):
+            copied = self.detach().clone()
+        out: Any = torch.nn.Parameter(copied, self.requires_grad) if isinstance(self, torch.nn.Parameter) else copied.requires_grad_(self.requires_grad)
+        out.__dict__.update({k: v for k, v in self.__dict__.items() if k not in ("_h", "_is_param")})
+        if self.grad is not None:
+            out.grad = self.grad.__deepcopy__(memo)  # type: ignore[operator]
+        memo[id(self)] = out
+        return out
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        from dtorch.client.saving import reduce_tensor
+
+        return reduce_tensor(self)
+
+    def data_ptr(self) -> int:
+        """A number that tells tensors with different memory apart; no address."""
+        return _address(self) + self.storage_offset() * self.element_size()
+
+    def untyped_storage(self) -> Any:
+        """Stands for the memory on the workers: tells shared tensors apart and knows its size."""
+        return StorageStandIn(self)
+
+    def storage(self) -> Any:
+        """As ``untyped_storage``."""
+        return self.untyped_storage()
+
+    def share_memory_(self) -> DTensor:
+        """The memory is on the workers already."""
+        return self
+
+    def is_shared(self) -> bool:
+        """Workers share it with whoever holds the wrapper."""
+        return True
+
+    def pin_memory(self, device: Any = None) -> DTensor:
+        """Nothing to pin."""
+        return self
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        raise BufferError("A distributed tensor has no memory in this process to share; use .to_torch() first.")
+
+    def dtorch(self, index: int | None = None) -> Any:
+        """On the mesh ``dtorch:index``."""
+        return self.to("dtorch" if index is None else f"dtorch:{index}")
+
+
+wrap._Class.tensor = DTensor
+
+
+class StorageStandIn:
+    """What save_pretrained and safetensors ask of a storage."""
+
+    def __init__(self, t: DTensor) -> None:
+        self._t = t
+
+    def data_ptr(self) -> int:
+        """The same for tensors that share memory."""
+        return _address(self._t)
+
+    def nbytes(self) -> int:
+        """Bytes from the start of the memory to the end of this tensor."""
+        t = self._t
+        if t.numel() == 0:
+            return 0
+        last = t.storage_offset() + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+        return (last + 1) * t.element_size()
+
+    size = nbytes
+
+    def __len__(self) -> int:
+        return self.nbytes()
+
+    @property
+    def device(self) -> torch.device:
+        """The tensor's device."""
+        return self._t.device
+
+    @property
+    def _cdata(self) -> int:
+        return _address(self._t)
+
+
+def _address(t: DTensor) -> int:
+    """A number for the tensor's memory, shared by its views."""
+    h = t._h
+    key: Any = h.family if h.family is not None else h
+    return _memory.setdefault(id(key), next(_addresses)) if key is None else _number(key)
+
+
+def _number(key: Any) -> int:
+    return (id(key) & 0xFFFFFFFFFFFF) << 16
+
+
+_memory: dict[int, int] = {}
+
+
+def _as_parameter(data: Any, requires_grad: bool, attributes: dict[str, Any]) -> Any:
+    """``type(param)(data, requires_grad=...)`` as accelerate and transformers call it."""
+    if not isinstance(data, DTensor):
+        return torch.nn.Parameter(data, requires_grad)
+    out: Any = torch.nn.Parameter(data.detach(), requires_grad)
+    out.__dict__.update(attributes)
+    return out
+
+
+def distribute_tensor(
+    data: Any,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Any] | None = None,
+    *,
+    requires_grad: bool = False,
+) -> DTensor:
+    """A distributed tensor with the value of ``data``.
+
+    Args:
+        data: a plain or distributed tensor, or anything ``torch.tensor`` takes.
+        device_mesh: by default the default mesh.
+        placements: one per mesh axis; by default replicated.
+
+    Raises:
+        PlacementError: placements that do not fit.
+    """
+    if isinstance(data, DTensor):
+        out = data.redistribute(device_mesh, placements if placements is not None else None)
+        return out.requires_grad_(requires_grad) if requires_grad and out.is_leaf else out
+    plain = data if isinstance(data, torch.Tensor) else torch.tensor(data)
+    session, mesh, where = placed(device_mesh, placements, None, plain.dim())
+    if plain.requires_grad and torch.is_grad_enabled() and not requires_grad:
+        return _FromHost.apply(plain, session, mesh, where)  # type: ignore[no-any-return, no-untyped-call]
+    return wrap.put(session, plain, mesh, where).requires_grad_(requires_grad)  # type: ignore[no-any-return]
+
+
+class _Redistribute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, t: DTensor, mesh: Any, placements: tuple[Placement, ...]) -> Any:  # type: ignore[override]
+        aliasing.refresh(t)
+        h = t._h
+        ctx.back = h.spec
+        target = wrap.moved_spec(h.session, h.spec, mesh, placements)
+        if target is h.spec or (mesh is h.spec.mesh and placements == h.spec.placements):
+            return t.view_as(t)
+        return wrap.move(t, target)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> Any:  # type: ignore[override]
+        # The gradient of a value that was to be reduced is the whole gradient on every device.
+        from dtorch.core.placements import REPLICATE
+
+        spec = ctx.back
+        placements = tuple(REPLICATE if p.is_partial() else p for p in spec.placements)
+        return grad.redistribute(grad._h.session.mesh(spec.mesh.id), placements), None, None
+
+
+class _ToHost(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, t: DTensor) -> Any:  # type: ignore[override]
+        ctx.back = t._h.spec
+        ctx.session = t._h.session
+        return t.to_torch()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return wrap.put(ctx.session, grad, ctx.back.mesh)
+
+
+class _FromHost(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, plain: torch.Tensor, session: Any, mesh: Any, where: Any) -> Any:  # type: ignore[override]
+        ctx.device = plain.device
+        return wrap.put(session, plain, mesh, where)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> Any:  # type: ignore[override]
+        return grad.to_torch().to(ctx.device), None, None, None
+
+
+def describe(t: DTensor) -> str:
+    """Values of the global tensor, its mesh and placements."""
+    body = repr(t.to_torch())
+    inner = body[len("tensor(") : -1] if body.startswith("tensor(") else body
+    extra = ""
+    if t.grad_fn is not None:
+        extra = f", grad_fn=<{type(t.grad_fn).__name__}>"
+    elif t.requires_grad:
+        extra = ", requires_grad=True"
+    name = "Parameter" if isinstance(t, torch.nn.Parameter) else "DTensor"
+    return f"{name}({inner}, device_mesh={t.device_mesh}, placements={list(t.placements)}{extra})"
+
+
+__all__ = ["DTensor", "StorageStandIn", "describe", "distribute_tensor", "graph", "make_wrapper_subclass", "specials"]

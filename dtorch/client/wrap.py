@@ -1,0 +1,211 @@
+"""Making wrappers, uploading, moving and fetching tensors: what the dispatcher and its specials are built from."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from dtorch.client.handle import Handle
+from dtorch.client.lower import encode_move, wrapper_maker
+from dtorch.client.session import Request, Session
+from dtorch.client.sites import caller
+from dtorch.core.placements import REPLICATE, Placement
+from dtorch.core.spec import MeshLayout, TensorSpec, dense_strides
+from dtorch.planner.redistribute import plan_steps
+from dtorch.protocol.values import dtype_name
+
+# Values small enough to keep a copy in the client: whole numbers steer masks, positions and stopping; real numbers
+# are schedules.
+_SHADOW_WHOLE, _SHADOW_REAL = 16384, 1024
+
+
+class _Class:
+    """The tensor class, set by ``client.tensor`` (which imports this module)."""
+
+    tensor: type = torch.Tensor
+
+
+def wrap(session: Session, tensor_id: int, spec: TensorSpec, offset: int = 0) -> Any:
+    """A wrapper for an existing id."""
+    spec = session.intern(spec)
+    make = wrapper_maker(_Class.tensor, spec, torch.device("dtorch", spec.mesh.id))
+    out: Any = make(storage_offset=offset or None)
+    out._h = Handle(tensor_id, spec, session)
+    return out
+
+
+def small_enough(shape: Sequence[int], dtype: torch.dtype) -> bool:
+    """Whether a tensor made from host data keeps a host copy."""
+    n = 1
+    for s in shape:
+        n *= s
+    return n <= (_SHADOW_REAL if dtype.is_floating_point or dtype.is_complex else _SHADOW_WHOLE)
+
+
+def host_bytes(t: torch.Tensor) -> bytes:
+    """A plain tensor's elements in row-major order."""
+    flat = t.detach().resolve_conj().resolve_neg().cpu().contiguous().view(-1)
+    return bytes(memoryview(flat.view(torch.uint8).numpy())) if flat.numel() else b""
+
+
+def put(session: Session, t: torch.Tensor, mesh: MeshLayout, placements: tuple[Placement, ...] | None = None) -> Any:
+    """Upload a plain tensor; every device keeps its part. Strides follow torch's ``.to(device)``."""
+    with torch.no_grad(), torch.inference_mode(False):
+        t = t.detach()
+        stride = torch.empty_like(t, device="meta").stride() if t.layout == torch.strided else t.stride()
+    whole = tuple(placements) if placements is not None else (REPLICATE,) * mesh.ndim
+    held = tuple(REPLICATE if p.is_partial() else p for p in whole)
+    spec = session.make_spec(mesh, held, t.shape, stride, t.dtype)
+    new = session.ids()
+    session.upload(new, spec, host_bytes(t))
+    out = wrap(session, new, spec)
+    if small_enough(t.shape, t.dtype):
+        out._h.shadow = t.detach().cpu().clone()
+    return out if held == whole else move(out, session.make_spec(mesh, whole, t.shape, stride, t.dtype))
+
+
+def moved_spec(session: Session, spec: TensorSpec, mesh: MeshLayout, placements: tuple[Placement, ...]) -> TensorSpec:
+    """Spec of a tensor after redistribution: a fresh dense tensor in the same memory order."""
+    return session.make_spec(mesh, placements, spec.shape, dense_strides(spec.shape, spec.shape, spec.stride), spec.dtype)
+
+
+def emit_move(session: Session, src_id: int, src: TensorSpec, dst_id: int, dst: TensorSpec) -> None:
+    """Append a redistribution from one id to another (or the same)."""
+    key = ("move", src, dst)
+    code: Any = session.plans.get(key)
+    steps = plan_steps(src, dst)
+    if code is None:
+        with session.lock:
+            code = session.send_plan(encode_move(session, steps, src, dst))
+        session.plans[key] = code
+    session.sites.append(caller(sys._getframe(1)))
+    session.buf.extend((code, src_id, dst_id))
+    if session.observer is not None:
+        session.observer.moved(src, dst, steps)
+    session.emitted()
+
+
+def move(t: Any, target: TensorSpec) -> Any:
+    """A new tensor with the same value on ``target``'s mesh and placements."""
+    h: Handle = t._h
+    session = h.session
+    new = session.ids()
+    emit_move(session, h.id, h.spec, new, target)
+    out = wrap(session, new, target)
+    out._h.shadow = live_shadow(h)
+    if out._h.shadow is not None:
+        out._h.shadow = out._h.shadow.clone()
+    return out
+
+
+def replace(t: Any, target: TensorSpec) -> None:
+    """Re-place a tensor itself: the same object, value and id, other placements."""
+    h: Handle = t._h
+    emit_move(h.session, h.id, h.spec, h.id, target)
+    h.spec = target
+
+
+def live_shadow(h: Handle) -> Any:
+    """The host copy, if it still tells the truth."""
+    if h.shadow is None or (h.family is not None and h.family.shadow_lost):
+        return None
+    return h.shadow
+
+
+def reduced(t: Any) -> Any:
+    """The tensor without Partial axes: itself, re-placed when nothing shares its memory, else a copy."""
+    h: Handle = t._h
+    if not h.spec.has_partial:
+        return t
+    placements = tuple(REPLICATE if p.is_partial() else p for p in h.spec.placements)
+    if h.family is None:
+        replace(t, h.session.intern(h.spec.replace(placements)))
+        return t
+    return move(t, moved_spec(h.session, h.spec, h.spec.mesh, placements))
+
+
+class Pending:
+    """A value on its way to the client."""
+
+    def __init__(self, t: Any) -> None:
+        """Ask for the value of a distributed tensor (its copied view must be fresh)."""
+        t = reduced(t)
+        h: Handle = t._h
+        self.spec, self.session = h.spec, h.session
+        self.keep = t  # the tensor must not be freed before the workers have read it
+        self.boxes: dict[Any, int] = {}
+        for position in range(h.spec.mesh.size):
+            self.boxes.setdefault(h.spec.box(position), position)
+        self.request: Request = self.session.fetch(h.id, h.spec, list(self.boxes.values()))
+
+    def get(self) -> torch.Tensor:
+        """Wait and assemble.
+
+        Raises:
+            RemoteError: the value was never made.
+        """
+        self.session.wait(self.request, None)
+        if self.request.error is not None:
+            raise self.request.error
+        self.session.raise_failure()
+        spec = self.spec
+        with torch.inference_mode(False), torch.no_grad():
+            pieces = {box: _tensor(self.request.parts[p], spec, box) for box, p in self.boxes.items()}
+            if len(pieces) == 1:
+                full = next(iter(pieces.values()))
+            else:
+                full = torch.empty(spec.shape, dtype=spec.dtype)
+                for box, piece in pieces.items():
+                    full[tuple(slice(a, b) for a, b in box)] = piece
+            if not spec.is_contiguous:
+                stride = dense_strides(spec.shape, spec.shape, spec.stride)
+                full = torch.empty_strided(spec.shape, stride, dtype=spec.dtype).copy_(full)
+        return full
+
+
+def _tensor(data: memoryview, spec: TensorSpec, box: Any) -> torch.Tensor:
+    shape = tuple(b - a for a, b in box)
+    if not len(data):
+        return torch.empty(shape, dtype=spec.dtype)
+    flat = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return flat.view(spec.dtype).view(shape)
+
+
+def to_host(t: Any) -> torch.Tensor:
+    """The value as a plain CPU tensor; from the host copy when there is one, else from the workers."""
+    from dtorch.client.aliasing import refresh
+
+    if t._h.view is not None:
+        refresh(t)
+    shadow = live_shadow(t._h)
+    if shadow is not None:
+        with torch.inference_mode(False), torch.no_grad():
+            value: torch.Tensor = shadow.detach().clone()
+    else:
+        value = Pending(t).get()
+    if t.is_conj():
+        value = value.conj()
+    if t.is_neg():
+        value = torch._neg_view(value)
+    return value
+
+
+def empty(session: Session, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, mesh: MeshLayout) -> Any:
+    """An uninitialised tensor, replicated on the mesh."""
+    spec = session.make_spec(mesh, (REPLICATE,) * mesh.ndim, shape, stride, dtype)
+    new = session.ids()
+    code: Any = session.plans.get(("empty", spec))
+    if code is None:
+        data = [
+            "aten::empty_strided.default", mesh.id, [], 0, [list(spec.shape), list(spec.stride)],
+            {"dtype": {"d": dtype_name(dtype)}, "device": {"x": 0}}, [], [], [[session.spec_id(spec), None, False]],
+            None, None, 0,
+        ]  # fmt: skip
+        code = session.plans[("empty", spec)] = session.send_plan(data)
+    session.sites.append(caller(sys._getframe(1)))
+    session.buf.extend((code, new))
+    session.emitted()
+    return wrap(session, new, spec)

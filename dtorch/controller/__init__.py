@@ -1,0 +1,1 @@
+"""The process between one client and its workers: routes, counts acknowledgements, watches. Imports no torch."""

@@ -1,0 +1,1 @@
+"""Values every layer shares: errors, configuration, placements, meshes and tensor specs. Imports nothing above it."""

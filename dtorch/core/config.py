@@ -1,0 +1,74 @@
+"""Configuration of a session; the only file that reads the environment."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from dtorch.core.errors import DtorchError
+
+MODES = ("inline", "local")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionConfig:
+    """How operators are carried out.
+
+    Attributes:
+        mode: ``"inline"``: in this process, one operator at a time; ``"local"``: by child processes.
+        workers: most worker processes; ``None``: one per processor core. Further devices share them.
+        device_type: type of the physical devices, ``"cpu"`` or ``"cuda"``.
+        max_devices: number of devices, ``None``: as many as are named.
+        threads: computing threads of each worker, ``None``: cores divided by workers.
+        strict: hidden redistributions are errors.
+    """
+
+    mode: str = "local"
+    workers: int | None = None
+    device_type: str = "cpu"
+    max_devices: int | None = None
+    threads: int | None = None
+    strict: bool = False
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise DtorchError(f"mode={self.mode!r}: the execution mode must be one of {', '.join(MODES)}.")
+        for name in ("workers", "max_devices", "threads"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise DtorchError(f"{name}={value!r} must be a positive number or None.")
+
+
+def cores() -> int:
+    """Processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def from_environment(**given: object) -> SessionConfig:
+    """Configuration from arguments (those not ``None``) over the environment over the defaults.
+
+    Environment: DTORCH_MODE; DTORCH_WORKERS; DTORCH_THREADS; DTORCH_DTENSOR_IN_SAME_DEVICE=1 puts all devices into one
+    worker, and DTORCH_NUM_GPU_WHEN_ENABLE_DTENSOR_IN_SAME_DEVICE (8) is then the number of devices.
+
+    Raises:
+        DtorchError: an unknown mode or a number that is none.
+    """
+    values: dict[str, object] = {}
+    if mode := os.environ.get("DTORCH_MODE"):
+        values["mode"] = mode
+    for key, name in (("workers", "DTORCH_WORKERS"), ("threads", "DTORCH_THREADS")):
+        if text := os.environ.get(name):
+            values[key] = _number(name, text)
+    if os.environ.get("DTORCH_DTENSOR_IN_SAME_DEVICE") == "1":
+        name = "DTORCH_NUM_GPU_WHEN_ENABLE_DTENSOR_IN_SAME_DEVICE"
+        values["workers"] = 1
+        values["max_devices"] = _number(name, os.environ.get(name, "8"))
+    values.update({k: v for k, v in given.items() if v is not None})
+    return SessionConfig(**values)  # type: ignore[arg-type]
+
+
+def _number(name: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError as e:
+        raise DtorchError(f"{name}={text!r} must be a whole number.") from e

@@ -1,0 +1,66 @@
+"""The exception tree.
+
+    DtorchError(RuntimeError)
+    ├── PlacementError      a placement, mesh or redistribution that cannot work
+    │   └── ImplicitRedistributionError   strict mode refused hidden communication
+    ├── RemoteError         an operator failed on a worker; carries operator, device, user line, remote traceback
+    ├── WorkerLostError     a worker ended while the session needed it
+    ├── SessionClosedError  the session has been shut down, or belongs to another process (fork)
+    ├── CommError           a connection failed
+    └── ProtocolError       a malformed message
+"""
+
+from __future__ import annotations
+
+
+class DtorchError(RuntimeError):
+    """Base of every error that dtorch raises on its own account."""
+
+
+class PlacementError(DtorchError, ValueError):
+    """A placement, a mesh or a redistribution that cannot work; the text says why and what to use instead."""
+
+
+class ImplicitRedistributionError(PlacementError):
+    """Strict mode: an operator would have moved data between devices without being asked."""
+
+
+class RemoteError(DtorchError):
+    """An operator failed on a worker.
+
+    Attributes:
+        operator: name of the operator, for example ``aten.mm.default``.
+        device: the mesh device that reported the failure, for example ``cpu:1``.
+        site: ``file:line`` of the user's code that issued the operator, or ``None``.
+        remote_type: name of the exception's class on the worker.
+        remote_traceback: the traceback on the worker, as text.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        operator: str = "",
+        device: str = "",
+        site: str | None = None,
+        remote_type: str = "",
+        remote_traceback: str = "",
+    ) -> None:
+        super().__init__(message)
+        self.operator, self.device, self.site = operator, device, site
+        self.remote_type, self.remote_traceback = remote_type, remote_traceback
+
+
+class WorkerLostError(DtorchError):
+    """A worker ended (killed, crashed or unreachable) while the session still needed what it held."""
+
+
+class SessionClosedError(DtorchError):
+    """The session was shut down, or this process is a fork of the one that started it."""
+
+
+class CommError(DtorchError):
+    """A connection between client, controller and workers failed."""
+
+
+class ProtocolError(DtorchError):
+    """A message that does not follow the protocol; the text names the field."""

@@ -1,0 +1,209 @@
+"""What is known of a distributed tensor without its data, and which part of it each device holds.
+
+A device's part is a box: for each tensor dimension an interval ``[start, stop)`` in global coordinates. Everything
+that must know local shapes (planner, workers, redistribution, the client when it assembles a value) asks here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+
+import torch
+
+from dtorch.core.placements import Partial, Placement, Replicate, Shard
+
+Box = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class MeshLayout:
+    """The devices of a mesh as plain values: what planner and workers need of it.
+
+    Attributes:
+        id: number of the mesh within its session, the index of its torch device.
+        shape: number of devices along each axis.
+        devices: global device numbers in row-major order of ``shape``.
+    """
+
+    id: int
+    shape: tuple[int, ...]
+    devices: tuple[int, ...]
+
+    @property
+    def ndim(self) -> int:
+        """Number of mesh axes."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of devices."""
+        return len(self.devices)
+
+    def coordinate(self, position: int) -> tuple[int, ...]:
+        """Coordinate on each axis of the device at this row-major position."""
+        out = []
+        for n in reversed(self.shape):
+            out.append(position % n)
+            position //= n
+        return tuple(reversed(out))
+
+    @cached_property
+    def coordinates(self) -> tuple[tuple[int, ...], ...]:
+        """Coordinates of all devices, in row-major order."""
+        return tuple(self.coordinate(i) for i in range(self.size))
+
+    @lru_cache(maxsize=None)  # noqa: B019  (layouts live as long as their session)
+    def groups(self, axis: int) -> tuple[tuple[int, ...], ...]:
+        """Positions of the devices that differ only in their coordinate on this axis, group by group."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        for position, c in enumerate(self.coordinates):
+            found.setdefault(c[:axis] + c[axis + 1 :], []).append(position)
+        return tuple(tuple(g) for g in found.values())
+
+
+def chunk(start: int, stop: int, parts: int, index: int) -> tuple[int, int]:
+    """The ``index``-th of ``parts`` pieces of ``[start, stop)``, each ``ceil(length / parts)`` long, the last ones short."""
+    length = stop - start
+    step = -(-length // parts) if length else 0
+    low = min(start + index * step, stop)
+    return low, min(low + step, stop)
+
+
+def local_box(
+    shape: Sequence[int], placements: Sequence[Placement], mesh_shape: Sequence[int], coordinate: Sequence[int]
+) -> Box:
+    """The box that the device at ``coordinate`` holds; axes cut in order, so nested shards of one dimension nest."""
+    box = [(0, n) for n in shape]
+    for p, parts, index in zip(placements, mesh_shape, coordinate, strict=True):
+        if isinstance(p, Shard):
+            box[p.dim] = chunk(*box[p.dim], parts, index)
+    return tuple(box)
+
+
+def box_shape(box: Box) -> tuple[int, ...]:
+    """Size of a box along each dimension."""
+    return tuple(b - a for a, b in box)
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Row-major strides, in elements, as torch gives them (a size of 0 counts as 1)."""
+    out, step = [], 1
+    for n in reversed(shape):
+        out.append(step)
+        step *= max(n, 1)
+    return tuple(reversed(out))
+
+
+
+def dense_strides(shape: Sequence[int], global_shape: Sequence[int], global_stride: Sequence[int]) -> tuple[int, ...]:
+    """Strides without gaps for ``shape`` that keep the memory order of the global strides."""
+    dims = [d for d in range(len(shape))]
+    # A dimension of size one has no order of its own: keep it where row-major order has it.
+    key = _effective_strides(global_shape, global_stride)
+    order = sorted(dims, key=lambda d: (-key[d], d))
+    out, step = [0] * len(shape), 1
+    for d in reversed(order):
+        out[d] = step
+        step *= max(shape[d], 1)
+    return tuple(out)
+
+
+def _effective_strides(shape: Sequence[int], stride: Sequence[int]) -> list[float]:
+    """Strides for ordering: a size-one dimension lies just outside of its right neighbour."""
+    out: list[float] = [0.0] * len(shape)
+    inner = 0.5
+    for d in reversed(range(len(shape))):
+        out[d] = float(stride[d]) if shape[d] > 1 else inner
+        inner = out[d]
+    return out
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape, strides (elements), dtype and placements of one distributed tensor on one mesh. Interned by the client."""
+
+    mesh: MeshLayout
+    placements: tuple[Placement, ...]
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    _hash: int = field(init=False, repr=False, compare=False, default=0)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(
+            self, "_hash", hash((self.mesh.id, self.placements, self.shape, self.stride, self.dtype))
+        )
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @property
+    def ndim(self) -> int:
+        """Number of tensor dimensions."""
+        return len(self.shape)
+
+    @cached_property
+    def numel(self) -> int:
+        """Number of elements of the global tensor."""
+        n = 1
+        for s in self.shape:
+            n *= s
+        return n
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the global tensor's elements."""
+        return self.numel * self.dtype.itemsize
+
+    @cached_property
+    def is_replicated(self) -> bool:
+        """Whether every device holds the whole value."""
+        return all(isinstance(p, Replicate) for p in self.placements)
+
+    @cached_property
+    def has_partial(self) -> bool:
+        """Whether some axis still has to be reduced."""
+        return any(isinstance(p, Partial) for p in self.placements)
+
+    @cached_property
+    def is_contiguous(self) -> bool:
+        """Whether the global strides are row-major."""
+        want = contiguous_strides(self.shape)
+        return self.numel == 0 or all(n <= 1 or a == b for n, a, b in zip(self.shape, self.stride, want, strict=True))
+
+    def box(self, position: int) -> Box:
+        """The part held by the device at this position of the mesh."""
+        return local_box(self.shape, self.placements, self.mesh.shape, self.mesh.coordinates[position])
+
+    def local_shape(self, position: int) -> tuple[int, ...]:
+        """Shape of that part."""
+        return box_shape(self.box(position))
+
+    def shards_of(self, dim: int) -> int:
+        """Number of pieces into which a tensor dimension is cut."""
+        n = 1
+        for p, size in zip(self.placements, self.mesh.shape, strict=True):
+            if isinstance(p, Shard) and p.dim == dim:
+                n *= size
+        return n
+
+    def replace(
+        self,
+        placements: tuple[Placement, ...] | None = None,
+        mesh: MeshLayout | None = None,
+        stride: tuple[int, ...] | None = None,
+    ) -> TensorSpec:
+        """The same tensor with other placements, mesh or strides."""
+        return TensorSpec(
+            mesh or self.mesh,
+            self.placements if placements is None else placements,
+            self.shape,
+            self.stride if stride is None else stride,
+            self.dtype,
+        )
+
+    def __str__(self) -> str:
+        where = ", ".join(map(str, self.placements))
+        return f"{tuple(self.shape)} {str(self.dtype).removeprefix('torch.')} [{where}]"

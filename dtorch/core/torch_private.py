@@ -1,0 +1,86 @@
+"""Every private name of torch that dtorch uses, in one place; torch is pinned to one minor version for it."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.optim.optimizer
+from torch.utils._mode_utils import no_dispatch
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+make_wrapper_subclass = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+disabled_torch_function = torch._C._disabled_torch_function_impl
+below_autograd = torch._C._AutoDispatchBelowAutograd
+set_conj = torch._C._set_conj
+set_neg = torch._C._set_neg
+
+
+@contextlib.contextmanager
+def below_python_dispatch() -> Iterator[None]:
+    """Run operators of plain (also meta) tensors without reaching any Python dispatch mode or subclass."""
+    with no_dispatch():
+        yield
+
+
+def set_metadata(tensor: torch.Tensor, fresh: torch.Tensor) -> None:
+    """Give a wrapper the size, strides and offset of another wrapper of the same dtype (after resize, set_, t_)."""
+    with no_dispatch():
+        before = torch._C._meta_in_tls_dispatch_include()
+        torch._C._set_meta_in_tls_dispatch_include(True)
+        try:
+            torch.ops.aten.set_.source_Storage_storage_offset(
+                tensor, torch.Tensor.untyped_storage(fresh), fresh.storage_offset(), fresh.shape, fresh.stride()
+            )
+        finally:
+            torch._C._set_meta_in_tls_dispatch_include(before)
+
+
+def register_backend(name: str, module: Any) -> None:
+    """Register the PrivateUse1 device under ``name`` with its Python device module; a native guard there already wins."""
+    _setup_privateuseone_for_python_backend(name, module)
+
+
+def overload_name(func: Any) -> str:
+    """The name under which ``torch.library`` registers a kernel for an overload."""
+    name = func._schema.name.split("::")[1]
+    return name if func._overloadname == "default" else f"{name}.{func._overloadname}"
+
+
+@contextlib.contextmanager
+def without_autocast() -> Iterator[None]:
+    """Within an autocast kernel of the device: redispatch below autocast."""
+    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)):
+        yield
+
+
+def support_foreach(cls: type) -> None:
+    """Let torch.optim use its foreach and fused forms for this tensor class."""
+    for module in (sys.modules["torch.optim.optimizer"], sys.modules["torch.utils._foreach_utils"]):
+        supported = module._foreach_supported_types
+        if cls not in supported:
+            supported.append(cls)
+
+
+def run_backward_on_calling_thread() -> None:
+    """Backward of dtorch tensors runs on the thread that asked for it, in every thread.
+
+    torch would use one thread for each device index; operators issued there would lose the user's frame, and handing
+    over costs more than it gains, since no computing happens in this process.
+    """
+    run = torch.autograd.graph._engine_run_backward
+
+    def on_this_thread(*args: Any, **kwargs: Any) -> Any:
+        with torch.autograd.set_multithreading_enabled(False):
+            return run(*args, **kwargs)
+
+    for module in (torch.autograd, torch.autograd.graph):
+        module._engine_run_backward = on_this_thread  # type: ignore[attr-defined]
+
+
+def has_composite_kernel(func: Any) -> bool:
+    """Whether the operator is written in terms of others (CompositeImplicitAutograd)."""
+    return bool(func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))

@@ -1,0 +1,127 @@
+"""Choose the cheapest legal placements for a rule, one mesh axis after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dtorch.core.placements import REPLICATE, Partial, Placement, Replicate, Shard
+from dtorch.core.spec import MeshLayout, TensorSpec
+from dtorch.planner.rule import Label, Labels, Rule
+
+# Relative cost of a local slice or mask against moving the same bytes between devices.
+_LOCAL = 0.02
+_ILLEGAL = float("inf")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Placements of every slot and result; ``cut`` lists the labels that some axis shards."""
+
+    inputs: tuple[tuple[Placement, ...], ...]
+    outputs: tuple[tuple[Placement, ...], ...]
+    cut: frozenset[Label]
+
+
+def choose(
+    rule: Rule, specs: Sequence[TensorSpec], mesh: MeshLayout, sizes: dict[Label, int], written: frozenset[int]
+) -> Choice:
+    """The cheapest placements.
+
+    Args:
+        rule: labels of the call.
+        specs: current specs of the tensor slots.
+        mesh: the mesh of all of them.
+        sizes: size of each label.
+        written: slots that the operator writes: moving one costs the way back as well.
+    """
+    ins: list[list[Placement]] = [[] for _ in specs]
+    outs: list[list[Placement]] = [[] for _ in rule.outputs]
+    cut: dict[Label, int] = {}
+    for axis, parts in enumerate(mesh.shape):
+        current = [s.placements[axis] for s in specs]
+        best_cost, best = _ILLEGAL, None
+        for candidate in _candidates(rule, current, sizes, cut, parts):
+            cost = 0.0
+            for slot, (spec, have, want) in enumerate(zip(specs, current, candidate[0], strict=True)):
+                move = _move_cost(spec, have, want, parts, current, rule)
+                cost += 2 * move if slot in written else move
+            if cost < best_cost:
+                best_cost, best = cost, candidate
+        assert best is not None, "replicating every input is always a candidate"
+        wanted_in, wanted_out, label = best
+        if label is not None:
+            cut[label] = cut.get(label, 1) * parts
+        for slot, p in enumerate(wanted_in):
+            ins[slot].append(p)
+        for i, p in enumerate(wanted_out):
+            outs[i].append(p)
+    return Choice(tuple(map(tuple, ins)), tuple(map(tuple, outs)), frozenset(cut))
+
+
+_Candidate = tuple[list[Placement], list[Placement], Label]
+
+
+def _candidates(
+    rule: Rule, current: Sequence[Placement], sizes: dict[Label, int], cut: dict[Label, int], parts: int
+) -> list[_Candidate]:
+    found: list[_Candidate] = []
+    # Labels that an input is cut along come first, so that ties keep the first sharded input where it is.
+    present: dict[Label, None] = {}
+    for labels, p in zip(rule.inputs, current, strict=True):
+        if isinstance(p, Shard) and labels[p.dim] is not None:
+            present.setdefault(labels[p.dim])
+    for label in present:
+        shards = cut.get(label, 1) * parts
+        if label in rule.even and sizes[label] % shards:
+            continue
+        if label in rule.units and rule.units[label] % shards:
+            continue
+        found.extend(_cut_candidate(rule, label))
+    for slots in rule.linear:
+        # Only when all of them wait already: hiding a whole tensor behind a mask would delay the reduction for nothing.
+        ops = {p.reduce_op if isinstance((p := current[slot]), Partial) else "" for slot in slots}
+        if len(ops) == 1 and ops <= set(rule.linear_ops):
+            p = Partial(ops.pop())
+            found.append(
+                ([p if s in slots else REPLICATE for s in range(len(current))], [p for _ in rule.outputs], None)
+            )
+    found.append(([REPLICATE] * len(rule.inputs), [REPLICATE] * len(rule.outputs), None))
+    return found
+
+
+def _cut_candidate(rule: Rule, label: Label) -> list[_Candidate]:
+    def place(labels: Labels) -> Placement | None:
+        return Shard(labels.index(label)) if label in labels else None
+
+    ins = [place(labels) or REPLICATE for labels in rule.inputs]
+    outs: list[Placement] = []
+    for labels in rule.outputs:
+        p = place(labels)
+        if p is None and label in rule.reduce:
+            p = Partial(rule.reduce[label])
+        if p is None:
+            return []
+        outs.append(p)
+    return [(ins, outs, label)]
+
+
+def _move_cost(
+    spec: TensorSpec, have: Placement, want: Placement, parts: int, current: Sequence[Placement], rule: Rule
+) -> float:
+    """Bytes that cross between devices to change one axis, per tensor; local work counts a little."""
+    if have == want:
+        return 0.0
+    n = max(spec.nbytes, 1)
+    share = (parts - 1) / parts
+    if isinstance(have, Replicate):
+        return _LOCAL * n + 0.01
+    if isinstance(have, Shard):
+        return n * share + 1 if isinstance(want, Replicate) else n * share / parts + 1.5
+    if isinstance(want, Replicate):
+        return 2 * n * share + 1
+    if isinstance(want, Shard):
+        # Reduce-scatter only where another tensor is already cut that way; otherwise results would be resharded
+        # behind the user's back.
+        return n * share + 1
+    return 4 * n

@@ -1,0 +1,56 @@
+"""Shapes, strides and dtypes of results, by running the operator on meta tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dtorch.core.spec import TensorSpec
+from dtorch.core.torch_private import below_python_dispatch
+from dtorch.planner.call import Call
+
+
+class NoMeta(Exception):
+    """The results of this call cannot be predicted; only running it tells."""
+
+
+def predict(call: Call) -> tuple[Any, list[torch.Tensor]]:
+    """Results of the call on meta tensors.
+
+    Returns:
+        The raw result (tensors, numbers, lists, ``None``) and the meta tensor of each slot.
+
+    Raises:
+        NoMeta: the operator has no meta implementation or its results depend on data.
+        Exception: what torch itself raises for wrong arguments (shapes, dtypes).
+    """
+    tags = call.func.tags
+    if torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags or call.name in _UNRELIABLE:
+        raise NoMeta(str(call.func))
+    made: list[torch.Tensor] = []
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, TensorSpec):
+            made.append(torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="meta"))
+            return made[-1]
+        if isinstance(value, (list, tuple)):
+            return [convert(v) for v in value]
+        if isinstance(value, torch.device):
+            return torch.device("meta")
+        if isinstance(value, torch.Generator):
+            return None
+        return value
+
+    with below_python_dispatch(), torch.inference_mode(False), torch.no_grad():
+        args = tuple(convert(a) for a in call.args)
+        kwargs = {k: convert(v) for k, v in call.kwargs.items()}
+        try:
+            return call.func(*args, **kwargs), made
+        except NotImplementedError as e:
+            raise NoMeta(str(call.func)) from e
+
+
+# Operators whose meta implementation gives other shapes or dtypes than the CPU kernel (found by the sweep in
+# tests/conformance); their results are asked from the workers.
+_UNRELIABLE = frozenset({"aten._unique2", "aten.unique_dim", "aten.unique_consecutive", "aten.bincount"})

@@ -1,0 +1,232 @@
+"""A plan: all that client and workers need to run one kind of call again and again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dtorch.core.placements import REPLICATE, Partial, Placement
+from dtorch.core.spec import MeshLayout, TensorSpec
+from dtorch.planner.call import Call, is_view
+from dtorch.planner.choose import Choice, choose
+from dtorch.planner.meta import NoMeta, predict
+from dtorch.planner.redistribute import Step, plan_steps
+from dtorch.planner.rule import Label, NoRule, Rule, find_rule, replicated
+from dtorch.planner.rules import default_rule
+
+
+@dataclass(frozen=True)
+class Result:
+    """One tensor result.
+
+    Attributes:
+        spec: what the client says of it; ``None`` when only the workers can tell (see ``Plan.dynamic``).
+        alias: slot of the argument that it is (written argument) or views, or ``None``.
+        offset: storage offset of a view relative to its base, in elements.
+        same: the result is the written argument itself.
+    """
+
+    spec: TensorSpec | None
+    alias: int | None = None
+    offset: int = 0
+    same: bool = False
+    conj: bool = False
+    neg: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a call is carried out.
+
+    Attributes:
+        call: the call with specs for tensors.
+        mesh: where it runs.
+        moves: for a slot, the steps that bring it to the placements the operator needs.
+        back: for a written slot that was moved, the steps that bring the written value home.
+        reduce: slots that hold Partial values and are re-placed as reduced before the call.
+        results: the tensor results in order.
+        template: the result's structure: an index into ``results``, a list of templates, or a constant.
+        kernel: worker kernel that replaces the operator, or ``None``.
+        resize: (argument name, index of result) whose local shape replaces the argument.
+        dynamic: results are known only after running; the client waits for their shapes.
+        random: draws from a generator.
+        fallback: no rule existed; inputs were gathered and the operator runs replicated.
+        copies_view: the result should be a view but its base had to be moved: it is a copy the client must refresh.
+    """
+
+    call: Call
+    mesh: MeshLayout
+    wanted: tuple[TensorSpec, ...]
+    moves: tuple[tuple[int, tuple[Step, ...]], ...]
+    back: tuple[tuple[int, tuple[Step, ...]], ...]
+    reduce: tuple[tuple[int, TensorSpec], ...]
+    results: tuple[Result, ...]
+    template: Any
+    kernel: str | None = None
+    resize: tuple[str, int] | None = None
+    dynamic: bool = False
+    random: bool = False
+    fallback: bool = False
+    copies_view: bool = False
+
+
+def make_plan(call: Call, mesh: MeshLayout) -> Plan:
+    """Plan a call whose tensors all live on ``mesh``.
+
+    Raises:
+        Exception: what torch raises on the shapes and dtypes given.
+    """
+    try:
+        value, metas = predict(call)
+    except NoMeta:
+        return _dynamic_plan(call, mesh)
+    outs: list[torch.Tensor] = []
+    template = _template(value, outs)
+    written = frozenset(call.written_slots())
+    fallback = False
+    random = torch.Tag.nondeterministic_seeded in call.func.tags
+    if all(s.is_replicated for s in call.specs):
+        rule = replicated(call, outs)
+        if random:
+            rule = Rule(rule.inputs, rule.outputs, kernel="random")
+    else:
+        maker = find_rule(call) or default_rule(call, outs)
+        try:
+            rule = maker(call, outs) if maker else None
+        except NoRule:
+            rule = None
+        if rule is None:
+            rule, fallback = replicated(call, outs), True
+            if random:
+                rule = Rule(rule.inputs, rule.outputs, kernel="random")
+    choice = choose(rule, call.specs, mesh, _sizes(rule, call.specs, outs), written)
+    return _assemble(call, mesh, rule, choice, outs, metas, template, written, random, fallback)
+
+
+def _sizes(rule: Rule, specs: Sequence[TensorSpec], outs: Sequence[torch.Tensor]) -> dict[Label, int]:
+    sizes: dict[Label, int] = {}
+    for labels, shape in (
+        *zip(rule.inputs, (s.shape for s in specs), strict=True),
+        *zip(rule.outputs, (tuple(o.shape) for o in outs), strict=True),
+    ):
+        assert len(labels) == len(shape), f"rule labels {labels} do not fit shape {shape}"
+        for label, n in zip(labels, shape, strict=True):
+            if label is not None and sizes.setdefault(label, n) != n and label not in rule.units:
+                raise AssertionError(f"label {label} has sizes {sizes[label]} and {n}")
+    return sizes
+
+
+def _assemble(
+    call: Call,
+    mesh: MeshLayout,
+    rule: Rule,
+    choice: Choice,
+    outs: list[torch.Tensor],
+    metas: list[torch.Tensor],
+    template: Any,
+    written: frozenset[int],
+    random: bool,
+    fallback: bool,
+) -> Plan:
+    moves, back, reduce, wanted = [], [], [], []
+    for slot, spec in enumerate(call.specs):
+        goal = choice.inputs[slot]
+        if goal == spec.placements:
+            wanted.append(spec)
+            continue
+        reduced = _reduced(spec, goal)
+        if reduced is not None:
+            reduce.append((slot, reduced))
+        target = spec.replace(goal)
+        wanted.append(target)
+        moves.append((slot, plan_steps(spec, target)))
+        if slot in written:
+            back.append((slot, plan_steps(target, spec)))
+    moved = {slot for slot, _ in moves}
+    results, copies = [], False
+    for i, out in enumerate(outs):
+        alias, same, offset = _alias(call, out, metas, written)
+        if same:
+            assert alias is not None
+            spec = call.specs[alias]
+            if tuple(out.shape) != spec.shape:
+                spec = None  # the operator resized its argument
+        else:
+            spec = None
+        if spec is None:
+            spec = TensorSpec(mesh, choice.outputs[i], tuple(out.shape), tuple(out.stride()), out.dtype)
+        if alias is not None and not same and alias in moved:
+            copies = True
+        results.append(Result(spec, alias, offset, same, out.is_conj(), out.is_neg()))
+    kernel = next((rule.kernels[c] for c in choice.cut if c in rule.kernels), None)
+    if kernel is None and (choice.cut or random):
+        kernel = rule.kernel
+    return Plan(
+        call, mesh, tuple(wanted), tuple(moves), tuple(back), tuple(reduce), tuple(results), template, kernel,
+        rule.resize if choice.cut else None, False, random, fallback, copies,
+    )  # fmt: skip
+
+
+def _reduced(spec: TensorSpec, goal: tuple[Placement, ...]) -> TensorSpec | None:
+    """The spec after reducing the axes on which a Partial becomes whole, if there are any."""
+    if not any(isinstance(p, Partial) and g.is_replicate() for p, g in zip(spec.placements, goal, strict=True)):
+        return None
+    return spec.replace(
+        tuple(g if isinstance(p, Partial) and g.is_replicate() else p for p, g in zip(spec.placements, goal, strict=True))
+    )
+
+
+def _alias(
+    call: Call, out: torch.Tensor, metas: list[torch.Tensor], written: frozenset[int]
+) -> tuple[int | None, bool, int]:
+    """Slot that a result is or views, whether it is that argument itself, and the offset of a view."""
+    for slot, meta in enumerate(metas):
+        if out is meta:
+            return slot, True, 0
+    if is_view(call.func) or written:
+        storage = out.untyped_storage()._cdata
+        for slot, meta in enumerate(metas):
+            if meta.untyped_storage()._cdata == storage:
+                return slot, False, int(out.storage_offset())
+    return None, False, 0
+
+
+def _template(value: Any, outs: list[torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        outs.append(value)
+        return len(outs) - 1
+    if isinstance(value, (list, tuple)):
+        return [_template(v, outs) for v in value]
+    if value is None:
+        return None
+    raise NotImplementedError(f"a result of type {type(value).__name__}")
+
+
+def _dynamic_plan(call: Call, mesh: MeshLayout) -> Plan:
+    """Gather everything, run replicated, let the workers say what came out."""
+    moves, reduce, wanted, back = [], [], [], []
+    for slot, spec in enumerate(call.specs):
+        target = spec.replace((REPLICATE,) * mesh.ndim)
+        wanted.append(target)
+        if target.placements != spec.placements:
+            reduced = _reduced(spec, target.placements)
+            if reduced is not None:
+                reduce.append((slot, reduced))
+            moves.append((slot, plan_steps(spec, target)))
+            if slot in set(call.written_slots()):
+                back.append((slot, plan_steps(target, spec)))
+    returns = call.func._schema.returns
+    names = [str(r.type) for r in returns]
+    results = tuple(Result(None) for n in names if n == "Tensor")
+    if len(results) != len(names):
+        raise NotImplementedError(f"{call.func} returns {names}, which dtorch cannot predict.")
+    template: Any = 0 if len(results) == 1 else list(range(len(results)))
+    random = torch.Tag.nondeterministic_seeded in call.func.tags
+    sharded = bool(moves)
+    return Plan(
+        call, mesh, tuple(wanted), tuple(moves), tuple(back), tuple(reduce), results, template,
+        "random" if random else None, None, True, random, sharded and find_rule(call) is None,
+    )  # fmt: skip

@@ -1,0 +1,90 @@
+"""Plans on the wire."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from dtorch.core.errors import ProtocolError
+from dtorch.core.spec import TensorSpec
+
+
+@dataclass(frozen=True)
+class WireStep:
+    """One redistribution step: kind, mesh axis, spec before and after."""
+
+    kind: str
+    axis: int
+    src: TensorSpec
+    dst: TensorSpec
+
+
+@dataclass(frozen=True)
+class WireResult:
+    """One tensor result: predicted spec (``None``: dynamic) and the slot of the argument it is, or ``None``."""
+
+    spec: TensorSpec | None
+    same: int | None
+    alias: bool
+
+
+@dataclass(frozen=True)
+class WirePlan:
+    """What a worker needs of a plan. ``args``/``kwargs`` hold Slot, Number, ... marks in place of changing values.
+
+    Attributes:
+        op: ``namespace::name.overload``; empty for a plan that only redistributes its single input.
+        mesh: id of the mesh on which the operator runs.
+        slots: spec of each tensor slot as it arrives.
+        numbers: how many changing scalars follow the input ids.
+        moves, back: (slot, steps) before and after the call.
+        results: tensor results in order; those with ``same`` take no new id.
+        kernel: name of the worker kernel that replaces the operator.
+        resize: (argument name, index of result) or ``None``.
+        dynamic, random: see ``planner.plan.Plan``.
+    """
+
+    op: str
+    mesh: int
+    slots: tuple[TensorSpec, ...]
+    numbers: int
+    args: list[Any]
+    kwargs: dict[str, Any]
+    moves: tuple[tuple[int, tuple[WireStep, ...]], ...]
+    back: tuple[tuple[int, tuple[WireStep, ...]], ...]
+    results: tuple[WireResult, ...]
+    kernel: str | None
+    resize: tuple[str, int] | None
+    dynamic: bool
+    random: bool
+
+
+def decode_plan(data: Any, specs: dict[int, TensorSpec], decode_value: Any) -> WirePlan:
+    """A plan from its msgpack form, see ``client.lower.encode_plan``.
+
+    Raises:
+        ProtocolError: malformed data.
+    """
+
+    def steps(rows: Any) -> tuple[tuple[int, tuple[WireStep, ...]], ...]:
+        return tuple((slot, tuple(WireStep(k, a, specs[s], specs[d]) for k, a, s, d in row)) for slot, row in rows)
+
+    try:
+        op, mesh, slots, numbers, args, kwargs, moves, back, results, kernel, resize, flags = data
+        return WirePlan(
+            str(op),
+            int(mesh),
+            tuple(specs[s] for s in slots),
+            int(numbers),
+            [decode_value(a) for a in args],
+            {str(k): decode_value(v) for k, v in kwargs.items()},
+            steps(moves),
+            steps(back),
+            tuple(WireResult(None if s is None else specs[s], same, bool(alias)) for s, same, alias in results),
+            kernel,
+            None if resize is None else (str(resize[0]), int(resize[1])),
+            bool(flags & 1),
+            bool(flags & 2),
+        )
+    except (ValueError, TypeError, KeyError, AttributeError) as e:
+        raise ProtocolError(f"malformed plan: {e}") from e

@@ -1,0 +1,408 @@
+"""Runs redistribution steps on the local tensors of one worker, which hosts one or several devices.
+
+A step falls into units that do not touch each other: the groups of devices along its mesh axis, or, for a move, all
+devices. What a unit's workers must tell each other is worked out once per step and kept. Devices of one worker exchange
+in memory; between workers the bytes go directly from sender to receiver. That also makes the reductions: every worker
+collects the terms of what it has to reduce and adds them in the order of the devices, so the bits depend neither on the
+device nor on which worker hosts which device, and no dtype is too odd. (With gloo, two to three times as fast as its
+own all-reduce, at 1 KB as at 10 MB.) On CUDA, NCCL's own collectives run where they fit.
+
+Inside, dimensions stand in memory order (outermost first), so every dense local tensor is row-major.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+import torch
+
+from dtorch.core.errors import PlacementError
+from dtorch.core.placements import Partial
+from dtorch.core.spec import Box, MeshLayout, box_shape, chunk
+from dtorch.planner.redistribute import REDUCTIONS, Step, memory_order, neutral_element, transfers
+from dtorch.worker.groups import Groups, Workers, flat, flat_bytes
+from dtorch.worker.reduction import reduce_terms
+
+SMALL_BYTES = 65536
+"""Up to this size an all-reduce collects all terms everywhere (one round of messages instead of two)."""
+
+_NATIVE_DTYPES = {
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64
+}  # fmt: skip
+
+Slices = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class _Copies:
+    """One unit of a step that only moves boxes. Tensors by number among this worker's inputs and outputs.
+
+    Attributes:
+        workers: the unit's workers, empty when none of them sends anything to another.
+        even: whether it is an all-gather of equal shards, one device per worker.
+        local: (input, its part, output, its part).
+        sends: by worker: (input, its part), in the order in which the receiver expects them.
+        receives: by worker: shape of a part, and all the places (output, its part) where it goes.
+    """
+
+    workers: Workers
+    even: bool
+    local: list[tuple[int, Slices, int, Slices]]
+    sends: dict[int, list[tuple[int, Slices]]]
+    receives: dict[int, list[tuple[tuple[int, ...], list[tuple[int, Slices]]]]]
+
+
+@dataclass(frozen=True)
+class _Reduction:
+    """One unit of an all-reduce or reduce-scatter.
+
+    Attributes:
+        workers: the unit's workers, empty when the tensor is.
+        even: whether there is one device per worker, and the results have one size.
+        scatter: whether every member gets its own part, not the whole.
+        hosts: worker of each member, in the order of the mesh, which is the order of reduction.
+        mine: this worker's members: (place among all members, input and output number).
+        size: elements of a term.
+        parts: by worker: the parts of a term that it reduces (of a flat term, unless scattered).
+        sizes: elements of each of this worker's parts.
+        joined: whether the parts together are the result that every member wants.
+    """
+
+    workers: Workers
+    even: bool
+    scatter: bool
+    hosts: tuple[int, ...]
+    mine: list[tuple[int, int]]
+    size: int
+    parts: dict[int, list[Slices]]
+    sizes: list[int]
+    joined: bool
+
+
+@dataclass(frozen=True)
+class _Program:
+    """A step as this worker runs it.
+
+    Attributes:
+        what: the operation, for error texts.
+        shapes: expected shape of each input, as the caller sees it.
+        order, back: permutation of dimensions to memory order and back, ``None`` when there is nothing to permute.
+        dtype, outs: dtype and shapes of the outputs, in memory order.
+        fill: what an output holds where nothing is copied to it.
+        reduce_op: how terms are reduced.
+        copies, reductions: the units in which this worker has a device; one of the two lists is empty.
+    """
+
+    what: str
+    shapes: list[tuple[int, ...]]
+    order: tuple[int, ...] | None
+    back: tuple[int, ...] | None
+    dtype: torch.dtype
+    outs: list[tuple[int, ...]]
+    fill: float | None
+    reduce_op: str
+    copies: list[_Copies]
+    reductions: list[_Reduction]
+
+
+class Collectives:
+    """The redistributions of one worker.
+
+    Args:
+        index: this worker's number.
+        peers_dir: directory in which workers meet to form groups; ``None`` when there are no other workers.
+        timeout_s: how long an operation waits for the other workers.
+        device: where the local tensors live.
+        hostname: address on which this worker listens for others (gloo).
+        native: whether to use the backend's own collectives where they fit; by default on every device but the CPU.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        peers_dir: str | None,
+        timeout_s: float = 60.0,
+        device: str | torch.device = "cpu",
+        hostname: str = "127.0.0.1",
+        native: bool | None = None,
+    ) -> None:
+        self.index, self.device = index, torch.device(device)
+        self.groups = Groups(index, peers_dir, timeout_s, self.device, hostname)
+        self._native = self.device.type != "cpu" if native is None else native
+        self._workers: dict[int, tuple[int, ...]] = {}
+        self._program: Callable[[Step], _Program] = lru_cache(maxsize=8192)(self._compile)
+
+    def add_mesh(self, mesh: MeshLayout, workers: Sequence[int]) -> None:
+        """Say which worker hosts the device at each position of a mesh."""
+        if len(workers) != mesh.size:
+            raise PlacementError(f"Mesh {mesh.id} has {mesh.size} devices, but {len(workers)} workers were named.")
+        if self._workers.get(mesh.id, ()) != tuple(workers):
+            self._workers[mesh.id] = tuple(workers)
+            self._program = lru_cache(maxsize=8192)(self._compile)
+
+    def hosts(self, mesh: MeshLayout) -> tuple[int, ...]:
+        """The worker that hosts the device at each position of a mesh."""
+        return self._workers[mesh.id]
+
+    def run(self, step: Step, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Run one step together with the other workers that host a device of either mesh.
+
+        Args:
+            step: the same on all of them, in the same order.
+            tensors: local tensors at this worker's positions of ``step.src.mesh``, in position order, of any strides;
+                they are only read.
+
+        Returns:
+            New dense tensors (never views of the inputs), their dimensions in the memory order of ``step.dst``, at this
+            worker's positions of ``step.dst.mesh``, in position order.
+
+        Raises:
+            PlacementError: the tensors are not those that the step's source spec says.
+            CommError: another worker of the group ended or did not come within the timeout.
+        """
+        program = self._program(step)
+        if len(tensors) != len(program.shapes) or any(
+            t.shape != shape or t.dtype != step.src.dtype for t, shape in zip(tensors, program.shapes, strict=True)
+        ):
+            raise PlacementError(
+                f"{program.what}: the local tensors on worker {self.index} are "
+                f"{[(tuple(t.shape), t.dtype) for t in tensors]}, but {step.src} has "
+                f"{[(shape, step.src.dtype) for shape in program.shapes]} there."
+            )
+        with torch.no_grad():
+            inputs = [_plain(t) if program.order is None else _plain(t).permute(program.order) for t in tensors]
+            outs = self._reduce(program, inputs) if program.reductions else self._copy(program, inputs)
+            return outs if program.back is None else [t.permute(program.back) for t in outs]
+
+    def reset(self, generation: int) -> None:
+        """Leave all process groups, also failed ones; those of the new generation are formed when first needed."""
+        self.groups.reset(generation)
+
+    def close(self) -> None:
+        """Leave all process groups."""
+        self.groups.close()
+
+    # -- making programs -----------------------------------------------------------------------------------------
+    def _compile(self, step: Step) -> _Program:
+        src, dst = step.src, step.dst
+        inputs, outputs = self._positions(src.mesh), self._positions(dst.mesh)
+        order = memory_order(dst)
+        back = tuple(sorted(range(dst.ndim), key=order.__getitem__))
+        plain = order == back == tuple(range(dst.ndim))
+        if step.kind == "move":
+            units = [(tuple(range(src.mesh.size)), tuple(range(dst.mesh.size)))]
+        else:
+            units = [(g, g) for g in src.mesh.groups(step.axis) if not {*g}.isdisjoint(inputs)]
+        partial = src.placements[step.axis] if step.kind in REDUCTIONS else None
+        return _Program(
+            what=step.kind if step.axis < 0 else f"{step.kind} along mesh axis {step.axis}",
+            shapes=[src.local_shape(p) for p in inputs],
+            order=None if plain else order,
+            back=None if plain else back,
+            dtype=dst.dtype,
+            outs=[_ordered(dst.local_shape(p), order) for p in outputs],
+            fill=neutral_element(step),
+            reduce_op=partial.reduce_op if isinstance(partial, Partial) else "",
+            copies=[] if partial else [self._copies(step, s, t, order) for s, t in units],
+            reductions=[self._reduction(step, members, order) for members, _ in units] if partial else [],
+        )
+
+    def _positions(self, mesh: MeshLayout) -> list[int]:
+        """The positions of this worker's devices in a mesh."""
+        return [p for p, w in enumerate(self.hosts(mesh)) if w == self.index]
+
+    def _copies(self, step: Step, sources: Sequence[int], targets: Sequence[int], order: Sequence[int]) -> _Copies:
+        src, dst = step.src, step.dst
+        hosts, new_hosts = self.hosts(src.mesh), self.hosts(dst.mesh)
+        inputs, outputs = self._positions(src.mesh), self._positions(dst.mesh)
+        local = []
+        # A part that several devices of one worker want is sent to it once, so parts are told apart by what they are.
+        sends: dict[int, dict[tuple[int, Box], tuple[int, Slices]]] = {}
+        receives: dict[int, dict[tuple[int, Box], tuple[tuple[int, ...], list[tuple[int, Slices]]]]] = {}
+        across = False
+        for t in transfers(step, sources, targets, lambda s, d: hosts[s] == new_hosts[d]):
+            giver, taker, part = hosts[t.source], new_hosts[t.target], (t.source, t.box)
+            across = across or giver != taker
+            given, taken = _slices(t.box, src.box(t.source), order), _slices(t.box, dst.box(t.target), order)
+            if giver == taker == self.index:
+                local.append((inputs.index(t.source), given, outputs.index(t.target), taken))
+            elif giver == self.index:
+                sends.setdefault(taker, {})[part] = (inputs.index(t.source), given)
+            elif taker == self.index:
+                shape = _ordered(box_shape(t.box), order)
+                places = receives.setdefault(giver, {}).setdefault(part, (shape, []))[1]
+                places.append((outputs.index(t.target), taken))
+        shapes = {src.local_shape(p) for p in sources}
+        workers = {hosts[p] for p in sources} | {new_hosts[p] for p in targets}
+        return _Copies(
+            workers=tuple(sorted(workers)) if across else (),
+            even=step.kind == "all_gather" and len(workers) == len(sources) and len(shapes) == 1,
+            local=local,
+            sends={w: list(parts.values()) for w, parts in sends.items()},
+            receives={w: list(parts.values()) for w, parts in receives.items()},
+        )
+
+    def _reduction(self, step: Step, members: Sequence[int], order: Sequence[int]) -> _Reduction:
+        hosts = tuple(self.hosts(step.src.mesh)[p] for p in members)
+        workers = tuple(sorted({*hosts}))
+        inputs = self._positions(step.src.mesh)
+        box = step.src.box(members[0])
+        size = prod(box_shape(box))
+        parts: dict[int, list[Slices]] = {w: [] for w in workers}
+        scatter, joined = step.kind == "reduce_scatter", False
+        if scatter:
+            for p, w in zip(members, hosts, strict=True):
+                parts[w].append(_slices(step.dst.box(p), box, order))
+        else:
+            joined = len(hosts) > 2 and len(workers) > 1 and size * step.src.dtype.itemsize > SMALL_BYTES
+            for i, w in enumerate(workers):
+                parts[w].append((slice(*chunk(0, size, len(workers), i)) if joined else slice(0, size),))
+        return _Reduction(
+            workers=workers if size else (),
+            even=len(hosts) == len(workers) and len({step.dst.local_shape(p) for p in members}) == 1,
+            scatter=scatter,
+            hosts=hosts,
+            mine=[(place, inputs.index(p)) for place, p in enumerate(members) if hosts[place] == self.index],
+            size=size,
+            parts=parts,
+            sizes=[prod(s.stop - s.start for s in part) for part in parts[self.index]],
+            joined=joined,
+        )
+
+    # -- running them --------------------------------------------------------------------------------------------
+    def _copy(self, program: _Program, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Assemble the outputs from parts of inputs and messages."""
+        if program.fill is None:
+            outs = [self._empty(*shape, dtype=program.dtype) for shape in program.outs]
+        else:
+            outs = [
+                torch.full(shape, program.fill, dtype=program.dtype, device=self.device) for shape in program.outs
+            ]
+        for unit in program.copies:
+            for i, part, o, place in unit.local:
+                outs[o][place].copy_(inputs[i][part])
+            if unit.workers and unit.even and self._native:
+                self._gather(program, unit, inputs, outs)
+            elif unit.workers:
+                self._exchange(program, unit, inputs, outs)
+        return outs
+
+    def _exchange(
+        self, program: _Program, unit: _Copies, inputs: list[torch.Tensor], outs: list[torch.Tensor]
+    ) -> None:
+        """The parts of a unit that cross between workers, one message from each worker to each."""
+        sends = {w: _pack([inputs[i][part] for i, part in parts]) for w, parts in unit.sends.items()}
+        receives, packed = {}, {}
+        for w, parts in unit.receives.items():
+            o, place = parts[0][1][0]
+            direct = outs[o][place]
+            if len(parts) == len(parts[0][1]) == 1 and direct.is_contiguous():
+                receives[w] = direct
+            else:
+                size = sum(prod(shape) for shape, _ in parts)
+                receives[w] = packed[w] = self._empty(size, dtype=program.dtype)
+        self.groups.exchange(unit.workers, sends, receives, program.what)
+        for w, buffer in packed.items():
+            parts = unit.receives[w]
+            for piece, (shape, places) in zip(buffer.split([prod(s) for s, _ in parts]), parts, strict=True):
+                for o, place in places:
+                    outs[o][place].copy_(piece.view(shape))
+
+    def _gather(self, program: _Program, unit: _Copies, inputs: list[torch.Tensor], outs: list[torch.Tensor]) -> None:
+        """The backend's all-gather of equal shards."""
+        ((i, part, o, place),) = unit.local
+        places = {self.index: place, **{w: parts[0][1][0][1] for w, parts in unit.receives.items()}}
+        mine = inputs[i][part].contiguous()
+        gathered = [torch.empty_like(mine) for _ in unit.workers]
+        self.groups.all_gather(unit.workers, gathered, mine, program.what)
+        for w, shard in zip(unit.workers, gathered, strict=True):
+            outs[o][places[w]].copy_(shard)
+
+    def _reduce(self, program: _Program, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Reduce this worker's parts; join all workers' parts where every device wants the whole."""
+        outs = list(inputs)
+        for unit in program.reductions:
+            terms = {place: inputs[i] if unit.scatter else flat(inputs[i]) for place, i in unit.mine}
+            if self._native and unit.even and len(unit.workers) > 1 and program.dtype in _NATIVE_DTYPES:
+                results = [self._native_reduction(program, unit, *terms.values())]
+            else:
+                results = self._collect(program, unit, terms)
+                if unit.joined:
+                    results = [self._join(program, unit, results[0])]
+            for k, (_, i) in enumerate(unit.mine):
+                result = results[k] if k < len(results) else results[0].clone()
+                outs[i] = result.view(program.outs[i])
+        return outs
+
+    def _collect(self, program: _Program, unit: _Reduction, terms: dict[int, torch.Tensor]) -> list[torch.Tensor]:
+        """This worker's parts, flat, reduced over all members in their order."""
+        mine = unit.parts[self.index]
+        found = [{place: flat(t[part]) for place, t in terms.items()} for part in mine]
+        if len(unit.workers) > 1:
+            sends, receives = {}, {}
+            size = sum(unit.sizes)
+            for w in unit.workers:
+                if w == self.index:
+                    continue
+                message = _pack([t[part] for part in unit.parts[w] for t in terms.values()])
+                if message.numel():
+                    sends[w] = message
+                if size:
+                    receives[w] = self._empty(size * unit.hosts.count(w), dtype=program.dtype)
+            self.groups.exchange(unit.workers, sends, receives, program.what)
+            for w, buffer in receives.items():
+                places = [place for place, host in enumerate(unit.hosts) if host == w]
+                pieces = iter(buffer.split([n for n in unit.sizes for _ in places]))
+                for part_terms in found:
+                    part_terms.update((place, next(pieces)) for place in places)
+        return [reduce_terms([terms[place] for place in sorted(terms)], program.reduce_op) for terms in found]
+
+    def _join(self, program: _Program, unit: _Reduction, mine: torch.Tensor) -> torch.Tensor:
+        """The whole result, flat, from every worker's part."""
+        whole = self._empty(unit.size, dtype=program.dtype)
+        pieces = {w: whole[part] for w, (part,) in unit.parts.items()}
+        pieces.pop(self.index).copy_(mine)
+        sends = dict.fromkeys(pieces, mine) if mine.numel() else {}
+        receives = {w: piece for w, piece in pieces.items() if piece.numel()}
+        self.groups.exchange(unit.workers, sends, receives, program.what)
+        return whole
+
+    def _native_reduction(self, program: _Program, unit: _Reduction, term: torch.Tensor) -> torch.Tensor:
+        """The backend's all-reduce or reduce-scatter of equal parts, one device per worker; flat."""
+        reduce_op = "sum" if program.reduce_op == "avg" else program.reduce_op
+        if unit.scatter:
+            parts = [flat(term[unit.parts[w][0]]) for w in unit.workers]
+            out = torch.empty_like(parts[0])
+            self.groups.reduce_scatter(unit.workers, out, parts, reduce_op, program.what)
+        else:
+            out = term.clone()
+            self.groups.all_reduce(unit.workers, out, reduce_op, program.what)
+        return out / len(unit.hosts) if program.reduce_op == "avg" else out
+
+    def _empty(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with its conjugation or negation written out, since its bytes are what travels."""
+    if tensor.is_conj():
+        tensor = tensor.resolve_conj()
+    return tensor.resolve_neg() if tensor.is_neg() else tensor
+
+
+def _pack(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The elements of all parts, row-major, one part after the other; a contiguous single part is not copied."""
+    return parts[0].contiguous() if len(parts) == 1 else torch.cat([flat_bytes(p) for p in parts])
+
+
+def _ordered(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+    """A shape in memory order."""
+    return tuple(shape[d] for d in order)
+
+
+def _slices(box: Box, within: Box, order: Sequence[int]) -> Slices:
+    """Where a box lies inside of a larger one, in memory order."""
+    return tuple(slice(box[d][0] - within[d][0], box[d][1] - within[d][0]) for d in order)

@@ -1,0 +1,24 @@
+"""Random generators of a worker. Every worker of a mesh draws the same numbers, so each keeps its own copy."""
+
+from __future__ import annotations
+
+import torch
+
+
+class Generators:
+    """Generators by the number the client gave them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._made: dict[int, torch.Generator] = {}
+
+    def get(self, number: int) -> torch.Generator:
+        """The generator, made with torch's default seed on first use."""
+        g = self._made.get(number)
+        if g is None:
+            g = self._made[number] = torch.Generator(self._device)
+        return g
+
+    def seed(self, number: int, seed: int) -> None:
+        """Start the generator's sequence again from ``seed``."""
+        self.get(number).manual_seed(seed)

@@ -1,0 +1,116 @@
+"""Operators with a twist: what a device runs where the plain operator on its piece would be wrong.
+
+A kernel gets the context of the call on one device (pieces and global shapes) and the operator's own arguments, and
+returns what the operator would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dtorch.core.spec import Box, TensorSpec
+
+
+@dataclass(frozen=True)
+class Context:
+    """One device's view of a call.
+
+    Attributes:
+        op: the operator.
+        position: position of the device in its mesh.
+        inputs: spec of each tensor slot after its moves.
+        outputs: spec of each result.
+    """
+
+    op: Any
+    position: int
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+
+    def input_box(self, slot: int) -> Box:
+        """The part of input ``slot`` held here."""
+        return self.inputs[slot].box(self.position)
+
+    def output_box(self, index: int) -> Box:
+        """The part of result ``index`` held here."""
+        return self.outputs[index].box(self.position)
+
+    def output_shape(self, index: int = 0) -> tuple[int, ...]:
+        """Local shape of a result."""
+        return self.outputs[index].local_shape(self.position)
+
+    def is_first(self) -> bool:
+        """Whether this device is the first along every axis on which the first result is Partial."""
+        coordinate = self.outputs[0].mesh.coordinates[self.position]
+        return all(c == 0 for c, p in zip(coordinate, self.outputs[0].placements, strict=True) if p.is_partial())
+
+
+Kernel = Callable[..., Any]
+KERNELS: dict[str, Kernel] = {}
+
+
+def kernel(f: Kernel) -> Kernel:
+    """Register a kernel under its function's name."""
+    KERNELS[f.__name__] = f
+    return f
+
+
+@kernel
+def view_result(ctx: Context, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """A view of the local piece in the shape of the local result; arguments speak of global sizes."""
+    return x.view(ctx.output_shape())
+
+
+@kernel
+def add_once(ctx: Context, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """linear, addmm and relatives over a piece of the inner dimension: only one device adds the bias."""
+    name = ctx.op._schema.name
+    if name == "aten::linear":
+        x, weight, bias = args
+        return torch.ops.aten.linear.default(x, weight, bias if ctx.is_first() else None)
+    if not ctx.is_first():
+        kwargs = {**kwargs, "beta": 0}
+    return ctx.op(*args, **kwargs)  # type: ignore[no-any-return]
+
+
+@kernel
+def mean_piece(ctx: Context, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """The local sum divided by the global count; the Partial sum over the devices is the mean."""
+    dtype = kwargs.get("dtype") or x.dtype
+    dims = args[0] if args and args[0] else None
+    keepdim = bool(args[1]) if len(args) > 1 else bool(kwargs.get("keepdim", False))
+    shape = ctx.inputs[0].shape
+    dims = list(range(len(shape))) if dims is None else [d % len(shape) for d in dims]
+    count = 1
+    for d in dims:
+        count *= shape[d]
+    # Half precision sums are kept in single precision until the division, as torch's own mean does.
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    return (torch.sum(x, dims, keepdim, dtype=wide) / count).to(dtype)
+
+
+@kernel
+def reduce_piece(ctx: Context, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """An extremum over a piece that may be empty: then the value that changes nothing."""
+    if x.numel():
+        return ctx.op(x, *args, **kwargs)  # type: ignore[no-any-return]
+    largest = ctx.op._schema.name.endswith("min")
+    if x.dtype == torch.bool:
+        worst: Any = largest
+    elif x.dtype.is_floating_point:
+        worst = float("inf") if largest else float("-inf")
+    else:
+        worst = torch.iinfo(x.dtype).max if largest else torch.iinfo(x.dtype).min
+    return torch.full(ctx.output_shape(), worst, dtype=x.dtype, device=x.device)
+
+
+@kernel
+def cut(ctx: Context, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """A factory whose values depend on the global index: make it whole, keep the piece."""
+    whole = ctx.op(*args, **kwargs)
+    box = ctx.output_box(0)
+    return whole[tuple(slice(a, b) for a, b in box)].contiguous() if box else whole  # type: ignore[no-any-return]

@@ -1,0 +1,236 @@
+"""A plan specialised to the devices of one worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dtorch.core.errors import ProtocolError
+from dtorch.core.spec import TensorSpec, dense_strides
+from dtorch.protocol.plans import WirePlan
+from dtorch.protocol.values import DeviceSlot, GeneratorSlot, Number, Slot
+from dtorch.worker.kernels import KERNELS, Context
+from dtorch.worker.random import draw
+
+# The namespaces whose operators a client may run.
+ALLOWED_NAMESPACES = frozenset({"aten", "prims", "torchvision", "quantized", "torchao", "dtorch"})
+
+
+@dataclass(frozen=True)
+class Poison:
+    """Stands in the store for a value that a failed operator did not make."""
+
+    serial: int
+    text: str
+
+
+def resolve(name: str) -> Any:
+    """The operator of that name.
+
+    Raises:
+        ProtocolError: not an operator, or its namespace is not allowed.
+    """
+    namespace, _, rest = name.partition("::")
+    packet, _, overload = rest.partition(".")
+    if namespace not in ALLOWED_NAMESPACES or not packet.isidentifier() or not overload.isidentifier():
+        raise ProtocolError(f"{name!r} is not an operator that a worker may run.")
+    try:
+        return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+    except AttributeError as e:
+        raise ProtocolError(f"this worker's torch {torch.__version__} has no operator {name!r}.") from e
+
+
+class Program:
+    """Runs one plan on every local device.
+
+    Attributes:
+        width: operands of the command after its code, plus one.
+        takes_id: a first result id follows the scalars.
+        absent: no device of this worker takes part.
+        simple: the fast path ``(store, commands, index) -> next index``, or ``None``.
+    """
+
+    def __init__(self, plan: WirePlan, positions: dict[int, list[int]], device: torch.device) -> None:
+        self.plan, self.device = plan, device
+        self.here = positions[plan.mesh]
+        self.new = [k for k, r in enumerate(plan.results) if r.same is None]
+        self.takes_id = bool(self.new)
+        self.width = 1 + len(plan.slots) + plan.numbers + self.takes_id + plan.dynamic
+        meshes = {s.mesh.id for s in plan.slots} | {plan.mesh}
+        meshes |= {step.dst.mesh.id for _, steps in plan.moves for step in steps}
+        self.absent = not any(positions[m] for m in meshes)
+        self.op = resolve(plan.op) if plan.op else None
+        self.simple: Callable[[dict[int, Any], list[Any], int], int] | None = None
+        self._fixes: dict[int, list[tuple[int, ...] | None]] = {}
+        if self.op is not None and not self.absent:
+            self._calls = [self._bind(p) for p in self.here]
+            if len(self.here) == 1 and not (plan.moves or plan.back or plan.dynamic or plan.random):
+                self.simple = self._make_simple()
+
+    # -- binding arguments ---------------------------------------------------------------------------------------
+    def _bind(self, position: int) -> Callable[[Sequence[Any], Sequence[Any], Any], Any]:
+        """The call on one device: (tensors, numbers, generator) -> raw result."""
+        plan, op = self.plan, self.op
+        args, kwargs = list(plan.args), dict(plan.kwargs)
+        outputs = tuple(r.spec for r in plan.results if r.spec is not None)
+        if plan.resize is not None:
+            name, index = plan.resize
+            spec = plan.results[index].spec
+            assert spec is not None
+            shape = list(spec.local_shape(position))
+            names = [a.name for a in op._schema.arguments]  # type: ignore[union-attr]
+            if names.index(name) < len(args):
+                args[names.index(name)] = shape
+            else:
+                kwargs[name] = shape
+        target: Callable[..., Any] = op  # type: ignore[assignment]
+        if plan.kernel is not None and not plan.random:
+            function = KERNELS.get(plan.kernel)
+            if function is None:
+                raise ProtocolError(f"no worker kernel is called {plan.kernel!r}.")
+            wanted = self._wanted()
+            context = Context(op, position, wanted, outputs)
+
+            def target(*a: Any, **k: Any) -> Any:
+                return function(context, *a, **k)
+
+        if all(type(a) is Slot and a.index == i for i, a in enumerate(args)) and not kwargs:
+            return lambda tensors, numbers, generator: target(*tensors)
+        device = self.device
+
+        def fill(value: Any, tensors: Sequence[Any], numbers: Sequence[Any], generator: Any) -> Any:
+            kind = type(value)
+            if kind is Slot:
+                return tensors[value.index]
+            if kind is Number:
+                return numbers[value.index]
+            if kind is list:
+                return [fill(v, tensors, numbers, generator) for v in value]
+            if kind is DeviceSlot:
+                return device
+            if kind is GeneratorSlot:
+                return generator
+            return value
+
+        def call(tensors: Sequence[Any], numbers: Sequence[Any], generator: Any) -> Any:
+            return target(
+                *[fill(a, tensors, numbers, generator) for a in args],
+                **{k: fill(v, tensors, numbers, generator) for k, v in kwargs.items()},
+            )
+
+        return call
+
+    def _wanted(self) -> tuple[TensorSpec, ...]:
+        """Specs of the slots after their moves."""
+        specs = list(self.plan.slots)
+        for slot, steps in self.plan.moves:
+            if steps:
+                specs[slot] = steps[-1].dst
+        return tuple(specs)
+
+    # -- running ---------------------------------------------------------------------------------------------------
+    def run(
+        self, inputs: Sequence[list[torch.Tensor]], numbers: list[Any], generator: torch.Generator | None
+    ) -> list[list[torch.Tensor]]:
+        """Results of every local device."""
+        plan = self.plan
+        if plan.random:
+            assert generator is not None
+            raws = draw(plan, self.op, self.here, self._wanted(), inputs, numbers, generator, self._calls)
+        else:
+            raws = [call([x[k] for x in inputs], numbers, generator) for k, call in enumerate(self._calls)]
+        return [self._finish(k, flatten(raw)) for k, raw in enumerate(raws)]
+
+    def _make_simple(self) -> Callable[[dict[int, Any], list[Any], int], int]:
+        """The fast path of one local device: no moves, no waiting, results straight into the store."""
+        plan, call = self.plan, self._calls[0]
+        n, m, takes_id = len(plan.slots), plan.numbers, self.takes_id
+        single = len(plan.results) == 1 and takes_id
+        finish = self._finish
+
+        def run(store: dict[int, Any], commands: list[Any], i: int) -> int:
+            tensors = [store[x][0] for x in commands[i : i + n]]
+            i += n
+            numbers = commands[i : i + m]
+            i += m
+            raw = call(tensors, numbers, None)
+            if single:
+                fix = self._fixes.get(0)
+                store[commands[i]] = [raw] if fix is _NOTHING else finish(0, [raw])
+                return i + 1
+            out = finish(0, flatten(raw))
+            if takes_id:
+                new = commands[i]
+                for k in self.new:
+                    store[new] = [out[k]]
+                    new += 1
+                return i + 1
+            return i
+
+        return run
+
+    def _finish(self, k: int, results: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Check results against the client's prediction (once: they depend on shapes only) and mend their strides."""
+        fixes = self._fixes.get(k)
+        if fixes is _NOTHING:
+            return results
+        if fixes is None:
+            if self.plan.dynamic:
+                return results
+            fixes = self._check(self.here[k], results)
+            self._fixes[k] = fixes if any(f is not None for f in fixes) else _NOTHING
+        return [
+            r if f is None else torch.empty_strided(r.shape, f, dtype=r.dtype, device=r.device).copy_(r)
+            for r, f in zip(results, fixes, strict=True)
+        ]
+
+    def _check(self, position: int, results: list[torch.Tensor]) -> list[tuple[int, ...] | None]:
+        if len(results) != len(self.plan.results):
+            raise RuntimeError(f"{self.plan.op} gave {len(results)} tensors, {len(self.plan.results)} were predicted.")
+        fixes: list[tuple[int, ...] | None] = []
+        for r, predicted in zip(results, self.plan.results, strict=True):
+            spec = predicted.spec
+            assert spec is not None, "only dynamic plans lack specs"
+            shape = spec.local_shape(position)
+            if tuple(r.shape) != shape or r.dtype != spec.dtype:
+                raise RuntimeError(
+                    f"{self.plan.op} gave {tuple(r.shape)} {r.dtype} where {shape} {spec.dtype} was predicted "
+                    f"(global shape {spec.shape}, {spec})."
+                )
+            fixes.append(None if predicted.alias or predicted.same is not None else _restride(r, spec, shape))
+        return fixes
+
+    def poison(self, store: dict[int, Any], ids: Sequence[int], first_out: int, cause: Poison) -> None:
+        """Mark every result, and every written argument, as lost."""
+        for k in range(len(self.new)):
+            store[first_out + k] = cause
+        for result in self.plan.results:
+            if result.same is not None:
+                store[ids[result.same]] = cause
+
+
+_NOTHING: list[tuple[int, ...] | None] = []
+
+
+def _restride(r: torch.Tensor, spec: TensorSpec, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Strides that keep the predicted memory order, or ``None`` when the result has them."""
+    # A replicated result must have torch's very strides; a piece of one only the same order, without gaps.
+    want = spec.stride if shape == spec.shape else dense_strides(shape, spec.shape, spec.stride)
+    have = r.stride()
+    if r.numel() == 0 or all(n <= 1 or a == b for n, a, b in zip(shape, have, want, strict=True)):
+        return None
+    return tuple(want)
+
+
+def flatten(raw: Any) -> list[torch.Tensor]:
+    """The tensors of a raw result in order."""
+    if isinstance(raw, torch.Tensor):
+        return [raw]
+    out: list[torch.Tensor] = []
+    if isinstance(raw, (list, tuple)):
+        for x in raw:
+            out.extend(flatten(x))
+    return out

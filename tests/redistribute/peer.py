@@ -1,0 +1,196 @@
+"""One worker process of test_processes.py: ``python peer.py JOB INDEX WORKERS DIRECTORY``. Prints lines, ends with 0."""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from dtorch.core.errors import CommError
+from dtorch.core.placements import REPLICATE, Partial, Shard
+from dtorch.core.spec import MeshLayout, TensorSpec
+from dtorch.planner.redistribute import plan_steps
+from dtorch.worker.collectives import Collectives
+from tests.redistribute.cases import (
+    alone,
+    basic_pairs,
+    check,
+    make_spec,
+    mesh_of,
+    random_value,
+    redistribute,
+    same_bits,
+    sample_pairs,
+    split,
+)
+
+TIMEOUT_S = 2.0
+
+
+def say(*words: object) -> None:
+    print(*words, flush=True)
+
+
+def compare(collectives: Collectives, src: TensorSpec, dst: TensorSpec, local: Sequence[torch.Tensor]) -> None:
+    """This worker's results have the bits that one worker hosting all devices gets."""
+    hosts, new_hosts = (collectives.hosts(spec.mesh) for spec in (src, dst))
+    wanted = redistribute(alone(src.mesh, dst.mesh), src, dst, local)
+    mine = [t for t, w in zip(local, hosts, strict=True) if w == collectives.index]
+    if collectives.index in (*hosts, *new_hosts):
+        got = redistribute(collectives, src, dst, mine)
+        expected = [t for t, w in zip(wanted, new_hosts, strict=True) if w == collectives.index]
+        assert len(got) == len(expected)
+        for a, b in zip(got, expected, strict=True):
+            assert same_bits(a, b), f"{src} to {dst} over workers {hosts} and {new_hosts}: {a} instead of {b}"
+            assert a.stride() == b.stride()
+
+
+def cases(index: int, workers: int, directory: str, native: bool = False) -> None:
+    """Every kind of step and many pairs of specs, for several ways to spread devices over the workers."""
+    collectives = Collectives(index, directory, native=native)
+    first, second = tuple(range(workers)), tuple(reversed(range(workers)))
+    plans = [
+        (mesh_of(0, (workers,)), first),
+        (mesh_of(1, (workers,), [7, 4, 1][:workers]), second),
+        (mesh_of(2, (2, 2)), (0, 0, 1, 1)),
+        (mesh_of(3, (2, 2), [3, 2, 9, 8]), (0, 1, 1, 0)),
+        (mesh_of(4, (4,)), (0, 1, 0, workers - 1)),
+        (mesh_of(5, (1,)), (workers - 1,)),
+    ]
+    for mesh, hosts in plans:
+        collectives.add_mesh(mesh, hosts)
+    rng = random.Random(0)
+    meshes = [mesh for mesh, _ in plans]
+    found = list(sample_pairs(meshes, 150, 1, [(), (0,), (1,), (5,), (4, 6), (3, 0), (5, 3, 2), (7, 1, 3)]))
+    for mesh in meshes:
+        found += basic_pairs(mesh, (6, 5))
+    for src, dst in found:
+        value = random_value(src.shape, src.dtype, rng)
+        local = split(src, value, rng)
+        if not native:
+            compare(collectives, src, dst, local)
+            continue
+        # The backend adds in its own order: whole numbers, so the sums are exact all the same.
+        mine = [t for t, w in zip(local, collectives.hosts(src.mesh), strict=True) if w == index]
+        got = redistribute(collectives, src, dst, mine)
+        if not dst.has_partial:
+            alone_local = redistribute(alone(src.mesh, dst.mesh), src, dst, local)
+            check(dst, value, alone_local)
+            here = [t for t, w in zip(alone_local, collectives.hosts(dst.mesh), strict=True) if w == index]
+            assert all(torch.equal(a.double(), b.double()) for a, b in zip(got, here, strict=True) if not a.is_complex())
+    say("done", collectives.groups.sent_messages > 0)
+    collectives.close()
+
+
+def native(index: int, workers: int, directory: str) -> None:
+    """`cases` with the backend's own collectives."""
+    cases(index, workers, directory, native=True)
+
+
+def bits(index: int, workers: int, directory: str) -> None:
+    """Reductions of real numbers, small and large, even and uneven, have the same bits however devices are spread."""
+    collectives = Collectives(index, directory)
+    rng = torch.Generator().manual_seed(0)
+    for number, hosts in enumerate([(0, 1, 2), (2, 0, 1), (0, 0, 1, 2), (1, 0, 0, 1), (2, 2, 2, 2)]):
+        mesh = mesh_of(number, (len(hosts),))
+        collectives.add_mesh(mesh, hosts)
+        for shape in ((5,), (301, 203)):
+            for dtype in (torch.float32, torch.bfloat16):
+                for wanted in (REPLICATE, Shard(0), Shard(len(shape) - 1)):
+                    src, dst = (make_spec(mesh, [p], shape, dtype) for p in (Partial(), wanted))
+                    local = [torch.randn(shape, generator=rng).to(dtype) for _ in hosts]
+                    compare(collectives, src, dst, local)
+    say("done", True)
+    collectives.close()
+
+
+def _pair(workers: int, size: int = 256) -> tuple[MeshLayout, TensorSpec, TensorSpec]:
+    mesh = mesh_of(0, (workers,))
+    return mesh, make_spec(mesh, [Partial()], (size,)), make_spec(mesh, [REPLICATE], (size,))
+
+
+def lonely(index: int, workers: int, directory: str) -> None:
+    """Worker 0 reduces again and again; it must see worker 1 go, and go on with its replacement. Worker 1 stops."""
+    collectives = Collectives(index, directory, TIMEOUT_S)
+    mesh, src, dst = _pair(workers)
+    collectives.add_mesh(mesh, range(workers))
+    (step,) = plan_steps(src, dst)
+    term = torch.ones(256)
+    for _ in range(3):
+        collectives.run(step, [term])
+    say("ready")
+    if index == 1:
+        time.sleep(60)
+    start = time.monotonic()
+    try:
+        collectives.run(step, [term])
+    except CommError as e:
+        say(f"failed {time.monotonic() - start:.3f} {time.time():.3f} {e}")
+    try:
+        collectives.run(step, [term])
+    except CommError as e:
+        say(f"again {e}")
+    if sys.stdin.readline().strip() == "replaced":
+        collectives.reset(1)
+        (out,) = collectives.run(step, [term])
+        say("done", out.eq(2).all().item())
+    collectives.close()
+
+
+def replacement(index: int, workers: int, directory: str) -> None:
+    """Takes the place of a worker that ended."""
+    collectives = Collectives(index, directory)
+    collectives.reset(1)
+    mesh, src, dst = _pair(workers)
+    collectives.add_mesh(mesh, range(workers))
+    (out,) = collectives.run(plan_steps(src, dst)[0], [torch.ones(256)])
+    say("done", out.eq(2).all().item())
+    collectives.close()
+
+
+def absent(index: int, workers: int, directory: str) -> None:
+    """A worker that never comes."""
+    collectives = Collectives(index, directory, 0.5)
+    mesh, src, dst = _pair(workers)
+    collectives.add_mesh(mesh, range(workers))
+    try:
+        collectives.run(plan_steps(src, dst)[0], [torch.ones(256)])
+    except CommError as e:
+        say(f"failed {e}")
+    collectives.close()
+
+
+def timing(index: int, workers: int, directory: str) -> None:
+    """Median time of an all-reduce of 1 KB and 1 MB (not a test; run by hand)."""
+    torch.set_num_threads(1)
+    for native in (False, True):
+        collectives = Collectives(index, f"{directory}/{native}", native=native)
+        for size in (256, 2**18):
+            mesh, src, dst = _pair(workers, size)
+            collectives.add_mesh(mesh, range(workers))
+            (step,), times = plan_steps(src, dst), []
+            for _ in range(200 if size < 1000 else 50):
+                start = time.perf_counter()
+                collectives.run(step, [torch.ones(size)])
+                times.append(time.perf_counter() - start)
+            times.sort()
+            say(f"all_reduce of {size * 4} bytes, native={native}: {times[len(times) // 2] * 1e6:.0f} us")
+        collectives.close()
+
+
+JOBS: dict[str, Callable[[int, int, str], None]] = {
+    "cases": cases,
+    "native": native,
+    "bits": bits,
+    "lonely": lonely,
+    "replacement": replacement,
+    "absent": absent,
+    "timing": timing,
+}
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    JOBS[sys.argv[1]](int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
