@@ -1,5 +1,5 @@
-# `make demo` and `make test` need Python 3.11, 3.12 or 3.13 and nothing else: they make their own environment in .venv,
-# again whenever a file that says what is in it changes. A C++ compiler, where there is one, builds the native part.
+# `make demo` and `make test` need Python 3.11, 3.12 or 3.13: they make their own environment in .venv, again whenever a
+# file that says what is in it changes. A C++ compiler builds the native part; `make test` tests that and so needs one.
 
 PYTHON ?= python3
 VENV := .venv

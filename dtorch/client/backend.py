@@ -146,6 +146,8 @@ def register() -> None:
         # Never called (the Python key comes first); with a kernel present torch keeps these whole for autograd, as it
         # does on CPU and CUDA, instead of decomposing them with other rounding.
         library.impl(name, _unreachable, "PrivateUse1")
+    library.impl("tensor_split.tensor_indices_or_sections", _tensor_split, "AutogradPrivateUse1")
+    library.impl("tensor_split.tensor_indices_or_sections", _tensor_split, "PrivateUse1")
     _attention(library)
     _autocast(library)
     torch.Generator = random.Generator  # type: ignore[misc, assignment]
@@ -163,6 +165,11 @@ def _copy_from(source: torch.Tensor, destination: torch.Tensor, non_blocking: bo
     """Copies that torch makes below Python dispatch (``torch.tensor(data, device="dtorch")``)."""
     result: torch.Tensor = copy_(DTensor, torch.ops.aten.copy_.default, (destination, source), {})
     return result
+
+
+def _tensor_split(x: torch.Tensor, indices: torch.Tensor, dim: int = 0) -> Any:
+    """Where to split is read here; torch would insist on a plain CPU tensor."""
+    return x.tensor_split(indices.tolist(), dim)
 
 
 def _attention(library: torch.library.Library) -> None:

@@ -18,12 +18,12 @@ from dtorch.client.lower import Ready, encode_plan, mark
 from dtorch.client.notices import is_strict, note_fallback, refuse_hidden_moves
 from dtorch.client.session import Session
 from dtorch.client.sites import caller
-from dtorch.client.wrap import empty, put, reduced, wrap
+from dtorch.client.wrap import empty, put, reduced, to_host, wrap
 from dtorch.core.errors import DtorchError
 from dtorch.core.placements import REPLICATE
 from dtorch.core.torch_private import set_conj, set_neg
 from dtorch.planner.call import Call, is_view
-from dtorch.planner.plan import Plan, make_plan
+from dtorch.planner.plan import OnClient, Plan, make_plan
 from dtorch.protocol.values import dtype_from
 
 Special = Callable[[type, Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -187,7 +187,10 @@ def run(cls: type, func: Any, info: Info, args: tuple[Any, ...], kwargs: dict[st
     k = tuple(key)
     ready = session.plans.get(k)
     if ready is None:
-        ready = make_ready(cls, session, func, info, args, kwargs or _NO_KWARGS, k)
+        try:
+            ready = make_ready(cls, session, func, info, args, kwargs or _NO_KWARGS, k)
+        except OnClient:
+            return run_on_client(cls, session, func, args, kwargs or _NO_KWARGS)
         if ready is None:  # an argument was re-placed: its spec, and so the key, changed
             return run(cls, func, info, args, kwargs)
     if ready.moves and (session.config.strict or is_strict()):
@@ -421,6 +424,24 @@ def run_plain(cls: type, func: Any, info: Info, args: tuple[Any, ...], kwargs: d
     if not changed:
         raise DtorchError(f"{func} got an argument that dtorch cannot send to workers: {args!r:.200} {kwargs!r:.200}")
     return run(cls, func, info, new_args, new_kwargs)
+
+
+def run_on_client(cls: type, session: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Gather the tensors here, run the operator, place its tensor results replicated."""
+    mesh = tensors_of(cls, args, kwargs)[0]._h.spec.mesh
+
+    def convert(value: Any) -> Any:
+        if type(value) is cls:
+            return to_host(value)
+        return [convert(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+    def back(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return put(session, value, mesh)
+        return [back(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+    with torch.no_grad():
+        return back(func(*map(convert, args), **{k: convert(v) for k, v in kwargs.items()}))
 
 
 def other_device(cls: type, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Any:

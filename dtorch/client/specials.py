@@ -201,6 +201,12 @@ def resize_(cls: type, func: Any, args: Args, kwargs: Kwargs) -> Any:
     return adopt(x, fresh)
 
 
+@special(aten.resize_as_.default)
+def resize_as_(cls: type, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """The size of another tensor."""
+    return args[0].resize_(args[1].shape)
+
+
 @special(aten.set_.source_Tensor, aten.set_.source_Tensor_storage_offset)
 def set_(cls: type, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Share the source's memory from now on."""

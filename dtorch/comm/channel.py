@@ -155,6 +155,7 @@ class Channel:
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not self._inbox:
+            self._check_whole()
             remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
             if not self._poller.poll(None if remaining is None else remaining * 1000):
                 return None
@@ -196,12 +197,15 @@ class Channel:
         return True
 
     def _enter(self) -> None:
+        self._check_whole()
+        self._transferring = True
+
+    def _check_whole(self) -> None:
         if self._transferring:
             raise CommError(
-                "an interrupt, or a second thread, hit this connection in the middle of a message; it cannot be used "
-                "any more, start a new session"
+                "an interrupt, a second thread or a malformed message hit this connection in the middle of a message; "
+                "it cannot be used any more, start a new session"
             )
-        self._transferring = True
 
     def _parse(self, data: bytes) -> None:
         """Move the complete messages at the start of ``data`` to the inbox and keep the rest."""

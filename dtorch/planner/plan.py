@@ -18,6 +18,10 @@ from dtorch.planner.rule import Label, NoRule, Rule, find_rule, replicated
 from dtorch.planner.rules import default_rule
 
 
+class OnClient(Exception):
+    """Neither client nor workers can say in advance what the call returns: it runs on gathered values in the client."""
+
+
 @dataclass(frozen=True)
 class Result:
     """One tensor result.
@@ -222,7 +226,7 @@ def _dynamic_plan(call: Call, mesh: MeshLayout) -> Plan:
     names = [str(r.type) for r in returns]
     results = tuple(Result(None) for n in names if n == "Tensor")
     if len(results) != len(names):
-        raise NotImplementedError(f"{call.func} returns {names}, which dtorch cannot predict.")
+        raise OnClient(f"{call.func} returns {names}")
     template: Any = 0 if len(results) == 1 else list(range(len(results)))
     random = torch.Tag.nondeterministic_seeded in call.func.tags
     sharded = bool(moves)

@@ -42,14 +42,14 @@ class _Copies:
 
     Attributes:
         workers: the unit's workers, empty when none of them sends anything to another.
-        even: whether it is an all-gather of equal shards, one device per worker.
+        native: whether the backend can do it: an all-gather of equal shards, one device per worker.
         local: (input, its part, output, its part).
         sends: by worker: (input, its part), in the order in which the receiver expects them.
         receives: by worker: shape of a part, and all the places (output, its part) where it goes.
     """
 
     workers: Workers
-    even: bool
+    native: bool
     local: list[tuple[int, Slices, int, Slices]]
     sends: dict[int, list[tuple[int, Slices]]]
     receives: dict[int, list[tuple[tuple[int, ...], list[tuple[int, Slices]]]]]
@@ -61,7 +61,7 @@ class _Reduction:
 
     Attributes:
         workers: the unit's workers, empty when the tensor is.
-        even: whether there is one device per worker, and the results have one size.
+        native: whether the backend can do it: one device per worker, equal results, an arithmetic that it knows.
         scatter: whether every member gets its own part, not the whole.
         hosts: worker of each member, in the order of the mesh, which is the order of reduction.
         mine: this worker's members: (place among all members, input and output number).
@@ -72,7 +72,7 @@ class _Reduction:
     """
 
     workers: Workers
-    even: bool
+    native: bool
     scatter: bool
     hosts: tuple[int, ...]
     mine: list[tuple[int, int]]
@@ -239,7 +239,7 @@ class Collectives:
         workers = {hosts[p] for p in sources} | {new_hosts[p] for p in targets}
         return _Copies(
             workers=tuple(sorted(workers)) if across else (),
-            even=step.kind == "all_gather" and len(workers) == len(sources) and len(shapes) == 1,
+            native=step.kind == "all_gather" and len(workers) == len(sources) and len(shapes) == 1,
             local=local,
             sends={w: list(parts.values()) for w, parts in sends.items()},
             receives={w: list(parts.values()) for w, parts in receives.items()},
@@ -248,7 +248,7 @@ class Collectives:
     def _reduction(self, step: Step, members: Sequence[int], order: Sequence[int]) -> _Reduction:
         hosts = tuple(self.hosts(step.src.mesh)[p] for p in members)
         workers = tuple(sorted({*hosts}))
-        inputs = self._positions(step.src.mesh)
+        inputs, partial = self._positions(step.src.mesh), step.src.placements[step.axis]
         box = step.src.box(members[0])
         size = prod(box_shape(box))
         parts: dict[int, list[Slices]] = {w: [] for w in workers}
@@ -262,7 +262,11 @@ class Collectives:
                 parts[w].append((slice(*chunk(0, size, len(workers), i)) if joined else slice(0, size),))
         return _Reduction(
             workers=workers if size else (),
-            even=len(hosts) == len(workers) and len({step.dst.local_shape(p) for p in members}) == 1,
+            native=len(hosts) == len(workers) > 1
+            and size > 0
+            and len({step.dst.local_shape(p) for p in members}) == 1
+            and (step.src.dtype.is_floating_point or not partial.is_partial("avg"))
+            and step.src.dtype in _NATIVE_DTYPES,
             scatter=scatter,
             hosts=hosts,
             mine=[(place, inputs.index(p)) for place, p in enumerate(members) if hosts[place] == self.index],
@@ -284,7 +288,7 @@ class Collectives:
         for unit in program.copies:
             for i, part, o, place in unit.local:
                 outs[o][place].copy_(inputs[i][part])
-            if unit.workers and unit.even and self._native:
+            if unit.workers and unit.native and self._native:
                 self._gather(program, unit, inputs, outs)
             elif unit.workers:
                 self._exchange(program, unit, inputs, outs)
@@ -295,19 +299,19 @@ class Collectives:
     ) -> None:
         """The parts of a unit that cross between workers, one message from each worker to each."""
         sends = {w: _pack([inputs[i][part] for i, part in parts]) for w, parts in unit.sends.items()}
-        receives, packed = {}, {}
-        for w, parts in unit.receives.items():
-            o, place = parts[0][1][0]
-            direct = outs[o][place]
-            if len(parts) == len(parts[0][1]) == 1 and direct.is_contiguous():
-                receives[w] = direct
-            else:
-                size = sum(prod(shape) for shape, _ in parts)
-                receives[w] = packed[w] = self._empty(size, dtype=program.dtype)
-        self.groups.exchange(unit.workers, sends, receives, program.what)
-        for w, buffer in packed.items():
+        receives = {w: sum(prod(shape) for shape, _ in parts) for w, parts in unit.receives.items()}
+        direct = None
+        if len(receives) == 1:
+            ((_, places), *more) = next(iter(unit.receives.values()))
+            target = outs[places[0][0]][places[0][1]]
+            if not more and len(places) == 1 and target.is_contiguous():
+                direct = target
+        came = self.groups.exchange(unit.workers, sends, receives, program.dtype, program.what, direct)
+        if direct is not None:
+            return
+        for w, message in came.items():
             parts = unit.receives[w]
-            for piece, (shape, places) in zip(buffer.split([prod(s) for s, _ in parts]), parts, strict=True):
+            for piece, (shape, places) in zip(message.split([prod(s) for s, _ in parts]), parts, strict=True):
                 for o, place in places:
                     outs[o][place].copy_(piece.view(shape))
 
@@ -326,7 +330,7 @@ class Collectives:
         outs = list(inputs)
         for unit in program.reductions:
             terms = {place: inputs[i] if unit.scatter else flat(inputs[i]) for place, i in unit.mine}
-            if self._native and unit.even and len(unit.workers) > 1 and program.dtype in _NATIVE_DTYPES:
+            if self._native and unit.native:
                 results = [self._native_reduction(program, unit, *terms.values())]
             else:
                 results = self._collect(program, unit, terms)
@@ -342,20 +346,13 @@ class Collectives:
         mine = unit.parts[self.index]
         found = [{place: flat(t[part]) for place, t in terms.items()} for part in mine]
         if len(unit.workers) > 1:
-            sends, receives = {}, {}
-            size = sum(unit.sizes)
-            for w in unit.workers:
-                if w == self.index:
-                    continue
-                message = _pack([t[part] for part in unit.parts[w] for t in terms.values()])
-                if message.numel():
-                    sends[w] = message
-                if size:
-                    receives[w] = self._empty(size * unit.hosts.count(w), dtype=program.dtype)
-            self.groups.exchange(unit.workers, sends, receives, program.what)
-            for w, buffer in receives.items():
+            others = [w for w in unit.workers if w != self.index]
+            sends = {w: _pack([t[part] for part in unit.parts[w] for t in terms.values()]) for w in others}
+            receives = {w: sum(unit.sizes) * unit.hosts.count(w) for w in others}
+            came = self.groups.exchange(unit.workers, sends, receives, program.dtype, program.what)
+            for w, message in came.items():
                 places = [place for place, host in enumerate(unit.hosts) if host == w]
-                pieces = iter(buffer.split([n for n in unit.sizes for _ in places]))
+                pieces = iter(message.split([n for n in unit.sizes for _ in places]))
                 for part_terms in found:
                     part_terms.update((place, next(pieces)) for place in places)
         return [reduce_terms([terms[place] for place in sorted(terms)], program.reduce_op) for terms in found]
@@ -365,9 +362,10 @@ class Collectives:
         whole = self._empty(unit.size, dtype=program.dtype)
         pieces = {w: whole[part] for w, (part,) in unit.parts.items()}
         pieces.pop(self.index).copy_(mine)
-        sends = dict.fromkeys(pieces, mine) if mine.numel() else {}
-        receives = {w: piece for w, piece in pieces.items() if piece.numel()}
-        self.groups.exchange(unit.workers, sends, receives, program.what)
+        lengths = {w: piece.numel() for w, piece in pieces.items()}
+        came = self.groups.exchange(unit.workers, dict.fromkeys(pieces, mine), lengths, program.dtype, program.what)
+        for w, piece in pieces.items():
+            piece.copy_(came[w])
         return whole
 
     def _native_reduction(self, program: _Program, unit: _Reduction, term: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -44,6 +45,7 @@ class Groups:
         self._made: dict[Workers, Any] = {}
         self._broken: dict[Workers, str] = {}
         self.sent_messages = self.sent_bytes = 0
+        self._no_bytes = torch.empty(0, dtype=torch.uint8, device=device)
 
     def reset(self, generation: int) -> None:
         """Leave all groups; the next ones are formed anew among the members of this generation."""
@@ -56,38 +58,45 @@ class Groups:
         self._broken.clear()
 
     def exchange(
-        self, workers: Workers, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor], what: str
-    ) -> None:
-        """Send each worker its tensor and fill the tensors that come from others; ends when both are done.
+        self,
+        workers: Workers,
+        sends: Mapping[int, torch.Tensor],
+        receives: Mapping[int, int],
+        dtype: torch.dtype,
+        what: str,
+        into: torch.Tensor | None = None,
+    ) -> dict[int, torch.Tensor]:
+        """Send each worker its tensor and return what came from others; ends when both are done.
 
-        All tensors are contiguous and not empty; a tensor sent has as many bytes as the one that receives it.
+        One all-to-all of bytes. (With gloo, single sends and receives look simpler, but let its event loop spin for
+        whole time slices, 4 ms, when there are fewer cores than busy threads.)
 
         Args:
             workers: the group; all its members call this.
-            sends, receives: by worker number.
+            sends: by worker number; other workers get nothing.
+            receives: by worker number: how many elements come from it; together they match what the others send.
+            dtype: of the elements.
             what: the operation, for the error text.
+            into: a contiguous tensor for what comes, if it comes from one worker.
+
+        Returns:
+            By worker number, a flat tensor.
 
         Raises:
             CommError: a member ended, did not come in time, or the group failed before.
         """
-        group = self._group(workers, what)
-        for t in sends.values():
-            self.sent_messages += 1
-            self.sent_bytes += t.nbytes
-        try:
-            if self.device.type == "cuda":
-                nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
-                ins = [flat_bytes(sends[w]) if w in sends else nothing for w in workers]
-                outs = [flat_bytes(receives[w]) if w in receives else nothing for w in workers]
-                group.alltoall(outs, ins).wait()
-                return
-            rank = workers.index
-            works = [group.recv([t], rank(w), 0) for w, t in receives.items()]
-            works += [group.send([t], rank(w), 0) for w, t in sends.items()]
-            for work in works:
-                work.wait()
-        except RuntimeError as e:
-            raise self._failed(workers, what, e) from e
+        parts = [flat_bytes(sends[w]) for w in workers if w in sends]
+        message = parts[0] if len(parts) == 1 else torch.cat(parts) if parts else self._no_bytes
+        if into is None:
+            into = torch.empty(sum(receives.values()), dtype=dtype, device=self.device)
+        lengths = [receives.get(w, 0) for w in workers]
+        taken = [n * dtype.itemsize for n in lengths]
+        given = [sends[w].nbytes if w in sends else 0 for w in workers]
+        self.sent_messages += len(parts)
+        self.sent_bytes += message.numel()
+        self._start(workers, what, lambda group: group.alltoall_base(flat_bytes(into), message, taken, given))
+        pieces = flat(into).split(lengths)
+        return {w: piece for w, piece in zip(workers, pieces, strict=True) if w in receives}
 
     def all_reduce(self, workers: Workers, tensor: torch.Tensor, reduce_op: str, what: str) -> None:
         """The backend's own all-reduce ("sum", "max", "min" or "product"), in place.
@@ -97,7 +106,7 @@ class Groups:
         """
         options = dist.AllreduceOptions()
         options.reduceOp = _REDUCE[reduce_op]
-        self._native(workers, what, lambda group: group.allreduce([tensor], options))
+        self._start(workers, what, lambda group: group.allreduce([tensor], options))
 
     def reduce_scatter(
         self, workers: Workers, out: torch.Tensor, terms: Sequence[torch.Tensor], reduce_op: str, what: str
@@ -109,7 +118,7 @@ class Groups:
         """
         options = dist.ReduceScatterOptions()
         options.reduceOp = _REDUCE[reduce_op]
-        self._native(workers, what, lambda group: group.reduce_scatter([out], [list(terms)], options))
+        self._start(workers, what, lambda group: group.reduce_scatter([out], [list(terms)], options))
 
     def all_gather(self, workers: Workers, outs: Sequence[torch.Tensor], tensor: torch.Tensor, what: str) -> None:
         """The backend's own all-gather: ``outs`` by rank, all of the shape of ``tensor``.
@@ -117,9 +126,10 @@ class Groups:
         Raises:
             CommError: as `exchange`.
         """
-        self._native(workers, what, lambda group: group.allgather([list(outs)], [tensor]))
+        self._start(workers, what, lambda group: group.allgather([list(outs)], [tensor]))
 
-    def _native(self, workers: Workers, what: str, start: Any) -> None:
+    def _start(self, workers: Workers, what: str, start: Callable[[Any], Any]) -> None:
+        """Start an operation of the group and wait for its end."""
         group = self._group(workers, what)
         try:
             start(group).wait()
@@ -164,10 +174,10 @@ class Groups:
 
     def _failed(self, workers: Workers, what: str, reason: Exception) -> CommError:
         """Give up the group (a message may be half sent, so its next one could be misread) and say what happened."""
-        first_line = (str(reason) or type(reason).__name__).splitlines()[0]
+        cause = re.sub(r"^\[\S*\] ", "", (str(reason) or type(reason).__name__).splitlines()[0]).split(". ")[0].rstrip(".")
         text = (
-            f"{what} between workers {_names(workers)} failed on worker {self.index}: {first_line}. A worker of this "
-            f"group has ended, or did not reach this operation within {self.timeout_s:g} s."
+            f"{what} between workers {_names(workers)} failed on worker {self.index}: {cause}. A worker of this group has "
+            f"ended, or did not reach this operation within {self.timeout_s:g} s."
         )
         self._made.pop(workers, None)
         self._broken[workers] = text

@@ -16,7 +16,7 @@ from dtorch.worker.kernels import KERNELS, Context
 from dtorch.worker.random import draw
 
 # The namespaces whose operators a client may run.
-ALLOWED_NAMESPACES = frozenset({"aten", "prims", "torchvision", "quantized", "torchao", "dtorch"})
+ALLOWED_NAMESPACES = frozenset({"aten", "prims", "torchvision", "quantized", "torchao", "torch_nn", "dtorch"})
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 
 from dtorch.core.spec import TensorSpec
 from dtorch.protocol.plans import WirePlan
-from dtorch.protocol.values import Slot
+from dtorch.protocol.values import DeviceSlot, GeneratorSlot, Number, Slot
 
 
 def draw(
@@ -106,8 +106,6 @@ def _sliced(
     generator: torch.Generator,
 ) -> list[Any]:
     """Draw for the global shape with stand-ins for the tensors, then keep the pieces."""
-    if len(wanted) > 1 or (wanted and not _ignores_input(op)):
-        raise RuntimeError(f"{op} draws by the values of its input, which must be replicated.")
     stand_ins = [torch.empty(s.shape, dtype=s.dtype, device=generator.device) for s in wanted]
     args = [stand_ins[a.index] if type(a) is Slot else a for a in plan.args]
     kwargs = dict(plan.kwargs)
@@ -125,20 +123,11 @@ def _sliced(
     return out
 
 
-def _ignores_input(op: Any) -> bool:
-    name = op._schema.name.removeprefix("aten::")
-    return name.endswith("_like") or name in (
-        "uniform_", "normal_", "random_", "exponential_", "cauchy_", "geometric_", "log_normal_",
-    ) or (name == "bernoulli_" and op._overloadname == "float") or name in ("uniform", "normal_functional", "random", "exponential")  # fmt: skip
-
-
 class _Filler:
     def __init__(self, numbers: Sequence[Any], generator: torch.Generator) -> None:
         self._numbers, self._generator = numbers, generator
 
     def __call__(self, value: Any) -> Any:
-        from dtorch.protocol.values import DeviceSlot, GeneratorSlot, Number
-
         if type(value) is Number:
             return self._numbers[value.index]
         if type(value) is GeneratorSlot:

@@ -42,9 +42,9 @@ def random_value(shape: Sequence[int], dtype: torch.dtype, rng: random.Random) -
 
 def split(spec: TensorSpec, value: torch.Tensor, rng: random.Random) -> list[torch.Tensor]:
     """Local tensors of a value on every device; the terms of partial axes are random."""
-    terms = {(): value}
+    terms: dict[tuple[int, ...], torch.Tensor] = {(): value}
     for axis, p in enumerate(spec.placements):
-        n, finer = spec.mesh.shape[axis], {}
+        n, finer = spec.mesh.shape[axis], dict[tuple[int, ...], torch.Tensor]()
         for where, term in terms.items():
             pieces = _terms(term, p.reduce_op, n, rng) if isinstance(p, Partial) else [term] * n
             finer.update({(*where, i): piece for i, piece in enumerate(pieces)})
@@ -62,7 +62,7 @@ def check(spec: TensorSpec, value: torch.Tensor, local: Sequence[torch.Tensor]) 
         assert t.stride() == dense_strides(shape, spec.shape, spec.stride)
         assert t.storage_offset() == 0
         assert t.untyped_storage().nbytes() == t.nbytes
-    known = dict(zip(spec.mesh.coordinates, map(_wide, local), strict=True))
+    known = dict(zip(spec.mesh.coordinates, map(widened, local), strict=True))
     for axis in reversed(range(spec.mesh.ndim)):
         p = spec.placements[axis]
         if isinstance(p, Partial):
@@ -70,7 +70,7 @@ def check(spec: TensorSpec, value: torch.Tensor, local: Sequence[torch.Tensor]) 
                 at = [spec.mesh.coordinates[i] for i in group]
                 known.update(dict.fromkeys(at, _reduce([known[c] for c in at], p.reduce_op, spec.dtype)))
     for position, c in enumerate(spec.mesh.coordinates):
-        wanted = _wide(_part(value, spec, position))
+        wanted = widened(_part(value, spec, position))
         assert torch.equal(known[c], wanted), f"{spec} at {c}: {known[c]} instead of {wanted}"
 
 
@@ -132,7 +132,7 @@ def basic_pairs(mesh: MeshLayout, shape: tuple[int, ...]) -> list[tuple[TensorSp
     found = [(make_spec(mesh, (*rest, a), shape), make_spec(mesh, (*rest, b), shape)) for a, b in ends]
     if mesh.ndim == 2:
         nested = make_spec(mesh, (sharded, sharded), shape)
-        found += [(nested, make_spec(mesh, (replicated, sharded), shape)), (nested, make_spec(mesh, (other, sharded), shape))]
+        found += [(nested, make_spec(mesh, (p, sharded), shape)) for p in (replicated, other)]
     return found
 
 
@@ -154,7 +154,7 @@ def _dense(t: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     return out.copy_(t)
 
 
-def _wide(t: torch.Tensor) -> torch.Tensor:
+def widened(t: torch.Tensor) -> torch.Tensor:
     """In a dtype with exact arithmetic: complex128, float64, or int64."""
     if t.dtype.is_complex:
         return t.to(torch.complex128)
@@ -172,7 +172,7 @@ def _compose(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
 
 def _terms(value: torch.Tensor, reduce_op: str, n: int, rng: random.Random) -> list[torch.Tensor]:
     """Random terms of the dtype that reduce to the value, all small."""
-    v, dtype, chosen = _wide(value), value.dtype, rng.randrange(n)
+    v, dtype, chosen = widened(value), value.dtype, rng.randrange(n)
 
     def noise(low: int, high: int) -> torch.Tensor:
         return _whole(v.shape, low, high, rng).to(v.dtype)
@@ -208,7 +208,7 @@ def _reduce(terms: Sequence[torch.Tensor], reduce_op: str, dtype: torch.dtype) -
     total = stack.sum(0)
     if reduce_op == "avg":
         total = total / len(terms) if dtype.is_floating_point or dtype.is_complex else total // len(terms)
-    return _wide(total.to(dtype))
+    return widened(total.to(dtype))
 
 
 def mesh_of(number: int, shape: tuple[int, ...], devices: Sequence[int] | None = None) -> MeshLayout:

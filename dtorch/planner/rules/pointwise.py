@@ -9,7 +9,7 @@ import torch
 
 from dtorch.core.spec import TensorSpec
 from dtorch.planner.call import Call
-from dtorch.planner.rule import Labels, NoRule, Rule, RuleFunction, rule
+from dtorch.planner.rule import Labels, NoRule, Rule, RuleFunction, replicated, rule
 
 # Element by element without carrying torch's pointwise tag (2.13).
 _UNTAGGED = frozenset(
@@ -50,13 +50,21 @@ _LINEAR: dict[str, tuple[frozenset[int], ...]] = {
     "aten.masked_fill": (),
 }
 
-# Draw a number for every element: each device computes them all and keeps its own part, so that the values do not
-# depend on the placement.
-_RANDOM = frozenset(
-    f"aten.{n}"
-    for n in """rand_like randn_like randint_like bernoulli normal uniform random exponential cauchy geometric log_normal
-    native_dropout rrelu_with_noise dropout poisson""".split()
-)
+
+
+def _draws_for_shape(call: Call) -> bool:
+    """Whether a random operator draws one number for each element without looking at values of its inputs.
+
+    Each device then draws them all and keeps its own part, so that the values do not depend on the placement.
+    """
+    name = call.func._schema.name.removeprefix("aten::")
+    if len(call.specs) != 1:
+        return False
+    return name.endswith("_like") or name in (
+        "native_dropout", "uniform_", "normal_", "random_", "exponential_", "cauchy_", "geometric_", "log_normal_",
+        "uniform", "random", "exponential", "cauchy", "geometric", "log_normal",
+    ) or (name in ("bernoulli_", "bernoulli") and call.func._overloadname in ("float", "p"))  # fmt: skip
+
 
 
 def broadcast_labels(shape: Sequence[int], out: Sequence[int], prefix: Any = "d") -> Labels:
@@ -67,6 +75,10 @@ def broadcast_labels(shape: Sequence[int], out: Sequence[int], prefix: Any = "d"
 
 def pointwise(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
     """Every tensor broadcasts to the shape of the results."""
+    random = torch.Tag.nondeterministic_seeded in call.func.tags
+    if random and not _draws_for_shape(call):
+        whole = replicated(call, outs)
+        return Rule(whole.inputs, whole.outputs, kernel="random")
     shape = torch.broadcast_shapes(*(s.shape for s in call.specs), *(o.shape for o in outs))
     inputs = [broadcast_labels(s.shape, shape) for s in call.specs]
     outputs = [broadcast_labels(o.shape, shape) for o in outs]
@@ -79,7 +91,7 @@ def pointwise(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
         linear = ()
     if call.name in ("aten._to_copy",) and not _widens(call.specs[0].dtype, outs[0].dtype):
         linear = ()
-    return Rule(inputs, outputs, linear=linear, kernel="random" if call.name in _RANDOM else None)
+    return Rule(inputs, outputs, linear=linear, kernel="random" if random else None)
 
 
 def _widens(source: torch.dtype, target: torch.dtype) -> bool:
