@@ -11,8 +11,6 @@ from importlib.util import find_spec
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from dtorch.cli.errors import one_line_errors
 
@@ -29,10 +27,10 @@ def info(
     if as_json:
         typer.echo(json.dumps(facts))
         return
-    table = Table(show_header=False, box=None, pad_edge=False)
+    width = max(map(len, facts))
     for name, value in facts.items():
-        table.add_row(name, ", ".join(value) or "none" if isinstance(value, list) else str(value))
-    Console(soft_wrap=True).print(table)
+        text = ", ".join(value) or "none" if isinstance(value, list) else value
+        typer.echo(f"{name:{width}}  {text}")
 
 
 def _facts() -> dict[str, Any]:

@@ -43,7 +43,12 @@ class Info:
         self.special = find_special(func)
         arguments = func._schema.arguments
         shaped = func._schema.name.removeprefix("aten::") in _SHAPED_BY_NUMBERS
-        numbers = [i for i, a in enumerate(arguments) if str(a.type) in ("number", "Optional[number]") and not shaped]
+        # A command lists tensors before numbers: a number that stands before a tensor belongs to the key instead.
+        last = max((i for i, a in enumerate(arguments) if "Tensor" in str(a.type)), default=-1)
+        numbers = [
+            i for i, a in enumerate(arguments)
+            if str(a.type) in ("number", "Optional[number]") and i > last and not shaped
+        ]  # fmt: skip
         self.numbers = frozenset(i for i in numbers if not arguments[i].kwarg_only)
         self.names = frozenset(arguments[i].name for i in numbers)
         self.writes = tuple(

@@ -84,6 +84,7 @@ class Session:
         self._specs: dict[TensorSpec, TensorSpec] = {}
         self._spec_ids: dict[TensorSpec, int] = {}
         self._plan_ids = itertools.count()
+        self._definitions: list[Any] = []
         self._device_worker: dict[int, int] = {}
         self._seq = 0
         self._acked = 0
@@ -122,7 +123,7 @@ class Session:
                 found = MeshLayout(len(self._meshes), tuple(mesh.mesh.shape), mesh.devices)
                 self._layouts[mesh.key] = found
                 self._meshes.append(mesh)
-                self.buf.extend((C.MESH, found.id, list(found.shape), list(found.devices), workers))
+                self._define(C.MESH, found.id, list(found.shape), list(found.devices), workers)
             mesh._layout_id, mesh._graph = found, self
             return found
 
@@ -157,7 +158,13 @@ class Session:
         missing = [d for d in mesh.devices if d not in self._device_worker]
         if missing:
             self.flush()
-            self._device_worker.update(self.link.assign(missing))
+            known = set(self._device_worker.values())
+            assigned = self.link.assign(missing)
+            self._device_worker.update(assigned)
+            joined = sorted(set(assigned.values()) - known)
+            if joined and self._definitions:
+                count = self._site_base + len(self.sites)
+                self._send([*self._definitions, C.COUNT, count], [], 0, joined)
         return [self._device_worker[d] for d in mesh.devices]
 
     def workers_of(self, layout: MeshLayout) -> set[int]:
@@ -187,15 +194,21 @@ class Session:
                 number = self._spec_ids.get(spec)
                 if number is None:
                     number = len(self._spec_ids)
-                    self.buf.extend((C.SPEC, number, encode_spec(spec)))
+                    self._define(C.SPEC, number, encode_spec(spec))
                     self._spec_ids[spec] = number  # last: whoever sees the number may use it
         return number
 
     def send_plan(self, data: list[Any]) -> int:
         """Send an encoded plan; returns the command code that runs it."""
         number = next(self._plan_ids)
-        self.buf.extend((C.PLAN, number, data))
+        self._define(C.PLAN, number, data)
         return number + C.FIRST_PLAN
+
+    def _define(self, *command: Any) -> None:
+        """Append a command that workers which join later must hear as well."""
+        with self.lock:
+            self._definitions.extend(command)
+            self.buf.extend(command)
 
     # -- the stream --------------------------------------------------------------------------------------------
     def emitted(self) -> None:
@@ -241,14 +254,19 @@ class Session:
             del self.buf[:n]
             frames, self.frames = self.frames, []
             size, self._bytes = self._bytes, 0
-            self._seq += 1
             self._flushes += 1
-            self._sent_ops.append((self._seq, self._site_base + len(self.sites), size))
-            self.link.send_batch(self._seq, [msgpack.packb(commands), *frames])
+            self._send(commands, frames, size)
             self._drain(0.0)
             while self._seq - self._acked > _WINDOW or sum(b for _, _, b in self._sent_ops) > _WINDOW_BYTES:
                 if not self._drain(None):
                     break
+
+    def _send(
+        self, commands: list[Any], frames: list[bytes | memoryview], size: int, targets: Sequence[int] | None = None
+    ) -> None:
+        self._seq += 1
+        self._sent_ops.append((self._seq, self._site_base + len(self.sites), size))
+        self.link.send_batch(self._seq, [msgpack.packb(commands), *frames], targets)
 
     def _drain(self, timeout_s: float | None) -> bool:
         """Handle what has arrived; waits for the first message up to ``timeout_s``. Whether there was any."""

@@ -25,6 +25,12 @@ MAX_MESSAGE_BYTES = 1 << 38
 _CHUNK_BYTES = 1 << 16  # one read; messages up to this size are copied into one piece before they are sent
 _SOCKET_BUFFER_BYTES = 1 << 20
 _COUNT = struct.Struct("<I")
+_RECEIVE_FLAGS = socket.MSG_DONTWAIT
+_SEND_FLAGS = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
+
+# Ctrl-C may raise KeyboardInterrupt between any two steps of Python, and most likely right after a system call. A
+# notebook goes on after it, so it must not lose bytes or what is known of them: results of system calls go into a list
+# within one C call, `results.extend(map(call, ...))`, and every change of state is one assignment or one C call.
 
 
 class ChannelClosedError(CommError):
@@ -59,21 +65,20 @@ def _flat(view: memoryview) -> Buffer:
 class Channel:
     """One end of a connection. Owns the socket; used by one thread at a time.
 
-    A ``KeyboardInterrupt`` while ``send`` or ``receive`` waits is harmless: the message that was being sent is finished
-    by the next call. One that hits the few microseconds in which bytes change hands could tear the stream, so that is
-    noted and the channel refuses further use.
+    An interrupt (``KeyboardInterrupt``) harms neither direction: a message that was being sent is finished by the next
+    call, one that was being received stays.
     """
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BUFFER_BYTES)
         self._socket = connection
-        self._outgoing: deque[Buffer] = deque()
-        self._inbox: deque[list[Frame]] = deque()
-        self._rest = b""  # the start of a message whose end has not arrived
-        self._long: _LongMessage | None = None
-        self._transferring = False
-        self._poller = select.poll()
-        self._poller.register(connection, select.POLLIN)
+        self._outgoing: deque[tuple[Buffer, list[int]]] = deque()  # pieces, with the counts of bytes sent of each
+        # What has been received: a buffer, where in it the next message starts, chunks that follow it, and the long
+        # message that is being received instead, if any.
+        self._incoming: tuple[bytes, int, list[bytes], _LongMessage | None] = (b"", 0, [], None)
+        self._readable, self._writable = select.poll(), select.poll()
+        self._readable.register(connection, select.POLLIN)
+        self._writable.register(connection, select.POLLOUT)
 
     def fileno(self) -> int:
         """The socket's descriptor; -1 after ``close``."""
@@ -92,23 +97,19 @@ class Channel:
             ChannelClosedError: the peer has ended.
             CommError: the peer did not read within ``timeout_s``; the rest of the message goes out with the next call.
         """
-        self._outgoing.extend(pack(frames))
-        if self.flush():
+        if self.post(pack(frames)):
             return
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        self._poller.modify(self._socket, select.POLLOUT)
         try:
             while not self.flush():
                 remaining = None if deadline is None else deadline - time.monotonic()
                 if remaining is not None and remaining <= 0:
                     raise CommError(f"the peer has not read for {timeout_s} s")
-                self._poller.poll(None if remaining is None else remaining * 1000)
+                self._writable.poll(None if remaining is None else remaining * 1000)
         except BaseException:
             # The caller may change its buffers from now on.
-            self._outgoing = deque(bytes(piece) for piece in self._outgoing)
+            self._outgoing = deque([(bytes(_after(piece, counts)), []) for piece, counts in self._outgoing])
             raise
-        finally:
-            self._poller.modify(self._socket, select.POLLIN)
 
     def post(self, pieces: Sequence[Buffer]) -> bool:
         """Queue a packed message, which nobody may change, and send what goes without waiting.
@@ -116,7 +117,7 @@ class Channel:
         Returns:
             Whether all went out; if not, call ``flush`` when the socket is writable.
         """
-        self._outgoing.extend(pieces)
+        self._outgoing.extend([(piece, []) for piece in pieces])
         return self.flush()
 
     def flush(self) -> bool:
@@ -127,21 +128,17 @@ class Channel:
         """
         outgoing = self._outgoing
         while outgoing:
-            self._enter()
-            piece = outgoing[0]
+            piece, counts = outgoing[0]
+            rest = _after(piece, counts)
+            if not rest:
+                outgoing.popleft()
+                continue
             try:
-                sent = self._socket.send(piece, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                counts.extend(map(self._socket.send, (rest,), (_SEND_FLAGS,)))
             except BlockingIOError:
-                self._transferring = False
                 return False
             except OSError as error:
-                self._transferring = False
                 raise ChannelClosedError(f"the peer is gone: {error}") from error
-            if sent == len(piece):
-                outgoing.popleft()
-            else:
-                outgoing[0] = memoryview(piece)[sent:]
-            self._transferring = False
         return True
 
     # Receiving
@@ -154,110 +151,131 @@ class Channel:
             ProtocolError: the peer sent something that is no message.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while not self._inbox:
-            self._check_whole()
+        while True:
+            frames = self.take()
+            if frames is not None:
+                return frames
             remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if not self._poller.poll(None if remaining is None else remaining * 1000):
+            if not self._readable.poll(None if remaining is None else remaining * 1000):
                 return None
             self.read()
-        return self._inbox.popleft()
-
-    def take(self) -> list[Frame] | None:
-        """The next message among those already read, or ``None``."""
-        return self._inbox.popleft() if self._inbox else None
 
     def read(self) -> bool:
-        """Read once, without waiting, and keep complete messages for ``take``; returns whether anything came.
+        """Read once, without waiting; ``take`` then gives the messages. Returns whether anything came.
 
         Raises:
-            ChannelClosedError, ProtocolError: as ``receive``.
+            ChannelClosedError: as ``receive``.
         """
-        self._enter()
+        _, _, chunks, long = self._incoming
         try:
-            if self._long is not None:
-                count = self._socket.recv_into(self._long.gap(), 0, socket.MSG_DONTWAIT)
+            if long is None:
+                chunks.extend(map(self._socket.recv, (_CHUNK_BYTES,), (_RECEIVE_FLAGS,)))
+                ended = not chunks[-1]
             else:
-                data = self._socket.recv(_CHUNK_BYTES, socket.MSG_DONTWAIT)
-                count = len(data)
+                ended = not long.read(self._socket)
         except BlockingIOError:
-            self._transferring = False
             return False
         except OSError as error:
-            self._transferring = False
             raise ChannelClosedError(f"the peer is gone: {error}") from error
-        if count == 0:
-            self._transferring = False
+        if ended:
             raise ChannelClosedError("the peer has closed the connection")
-        if self._long is None:
-            self._parse(self._rest + data if self._rest else data)
-        elif self._long.advance(count):
-            self._inbox.append(self._long.frames)
-            self._long = None
-        self._transferring = False
         return True
 
-    def _enter(self) -> None:
-        self._check_whole()
-        self._transferring = True
+    def take(self) -> list[Frame] | None:
+        """The next message among what has been read, or ``None``.
 
-    def _check_whole(self) -> None:
-        if self._transferring:
-            raise CommError(
-                "an interrupt, a second thread or a malformed message hit this connection in the middle of a message; "
-                "it cannot be used any more, start a new session"
-            )
+        Raises:
+            ProtocolError: as ``receive``.
+        """
+        buffer, start, chunks, long = self._incoming
+        while long is None:
+            frames, end = _parse(buffer, start)
+            if frames is not None:
+                self._incoming = buffer, end, chunks, None
+                return frames
+            if not chunks:
+                if end > start + _CHUNK_BYTES:
+                    self._incoming = b"", 0, [], _LongMessage(buffer, start)
+                return None
+            buffer, start, chunks = buffer[start:] + b"".join(chunks), 0, []
+            self._incoming = buffer, start, chunks, None
+        if not long.is_complete():
+            return None
+        frames = long.frames
+        self._incoming = b"", 0, [], None
+        return frames
 
-    def _parse(self, data: bytes) -> None:
-        """Move the complete messages at the start of ``data`` to the inbox and keep the rest."""
-        start, size = 0, len(data)
-        while size - start >= _COUNT.size:
-            (count,) = _COUNT.unpack_from(data, start)
-            if not 1 <= count <= MAX_FRAMES:
-                raise ProtocolError(f"a message of {count} frames was announced, the limit is {MAX_FRAMES}")
-            lengths_struct = _lengths_struct(count)
-            body = start + _COUNT.size + lengths_struct.size
-            if body > size:
-                break
-            lengths = lengths_struct.unpack_from(data, start + _COUNT.size)
-            end = body + sum(lengths)
-            if end > size:
-                if end - body > MAX_MESSAGE_BYTES:
-                    raise ProtocolError(
-                        f"a message of {end - body} bytes was announced, the limit is {MAX_MESSAGE_BYTES}"
-                    )
-                if end - body > _CHUNK_BYTES:
-                    self._long = _LongMessage(lengths, memoryview(data)[body:])
-                    start = size
-                break
-            frames: list[Frame] = []
-            for length in lengths:
-                frames.append(data[body : body + length])
-                body += length
-            self._inbox.append(frames)
-            start = end
-        self._rest = data[start:]
+
+def _after(piece: Buffer, counts: list[int]) -> Buffer:
+    """What is left of a piece after these counts of bytes."""
+    if not counts:
+        return piece
+    if len(counts) > 1:
+        counts[:] = [sum(counts)]
+    return memoryview(piece)[counts[0] :]
+
+
+def _lengths(buffer: bytes, start: int) -> tuple[Sequence[int], int]:
+    """The lengths of the frames of the message at ``start``, if they are there, and where the frames start."""
+    if len(buffer) - start < _COUNT.size:
+        return (), start + _COUNT.size
+    (count,) = _COUNT.unpack_from(buffer, start)
+    if not 1 <= count <= MAX_FRAMES:
+        raise ProtocolError(f"a message of {count} frames was announced, the limit is {MAX_FRAMES}")
+    lengths = _lengths_struct(count)
+    body = start + _COUNT.size + lengths.size
+    if body > len(buffer):
+        return (), body
+    return lengths.unpack_from(buffer, start + _COUNT.size), body
+
+
+def _parse(buffer: bytes, start: int) -> tuple[list[Frame] | None, int]:
+    """The message at ``start``, or ``None`` if not all of it is in the buffer, and where it ends as far as is known.
+
+    Raises:
+        ProtocolError: there is no message.
+    """
+    lengths, position = _lengths(buffer, start)
+    end = position + sum(lengths)
+    if end - start > MAX_MESSAGE_BYTES:
+        raise ProtocolError(f"a message of {end - start} bytes was announced, the limit is {MAX_MESSAGE_BYTES}")
+    if not lengths or end > len(buffer):
+        return None, end
+    frames: list[Frame] = []
+    for length in lengths:
+        frames.append(buffer[position : position + length])
+        position += length
+    return frames, end
 
 
 class _LongMessage:
-    """A message that is read straight into the memory of its frames."""
+    """A message that is received straight into the memory of its frames.
 
-    def __init__(self, lengths: Sequence[int], beginning: memoryview) -> None:
+    Args:
+        buffer: holds its lengths, and what has been received of it, from ``start`` to the end.
+    """
+
+    def __init__(self, buffer: bytes, start: int) -> None:
+        lengths, position = _lengths(buffer, start)
         self.frames: list[Frame] = [bytearray(length) for length in lengths]
-        self._gaps = deque(memoryview(frame) for frame in self.frames if len(frame))
-        while beginning:
-            gap = self._gaps[0]
-            part = beginning[: len(gap)]
-            gap[: len(part)] = part
-            beginning = beginning[len(part) :]
-            self.advance(len(part))
+        self._gaps: deque[tuple[memoryview, list[int]]] = deque()  # frames, with the counts of bytes received of each
+        for frame in self.frames:
+            part = buffer[position : position + len(frame)]
+            memoryview(frame)[: len(part)] = part
+            position += len(part)
+            self._gaps.append((memoryview(frame), [len(part)]))
 
-    def gap(self) -> memoryview:
-        """Where the next bytes go; never empty."""
-        return self._gaps[0]
+    def is_complete(self) -> bool:
+        """Whether all of it has been received."""
+        gaps = self._gaps
+        while gaps and not _after(*gaps[0]):
+            gaps.popleft()
+        return not gaps
 
-    def advance(self, count: int) -> bool:
-        """``count`` bytes of the gap have been filled; returns whether the message is complete."""
-        rest = self._gaps.popleft()[count:]
-        if rest:
-            self._gaps.appendleft(rest)
-        return not self._gaps
+    def read(self, connection: socket.socket) -> bool:
+        """Receive once, without waiting; returns whether anything came, which means that the connection goes on."""
+        if self.is_complete():
+            return True
+        frame, counts = self._gaps[0]
+        counts.extend(map(connection.recv_into, (_after(frame, counts),), (0,), (_RECEIVE_FLAGS,)))
+        return counts[-1] > 0

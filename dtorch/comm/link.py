@@ -11,8 +11,8 @@ from dtorch.comm.channel import Buffer, Frame
 class Link(Protocol):
     """One session's connection: messages out, messages in, workers on request.
 
-    Frame 0 of a message is a header made by ``dtorch.protocol.codec``; the frames after it are opaque payload. A link is
-    used by one thread at a time, not always the same one.
+    Frame 0 of a message is a header made by ``dtorch.protocol.codec``; the frames after it are opaque payload. A link
+    is used by one thread at a time, not always the same one.
     """
 
     def send(self, message: Sequence[Buffer]) -> None:
@@ -42,7 +42,7 @@ class Link(Protocol):
         """
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """End the session's processes and drop work that has not run. Idempotent; never raises; blocks till they ended."""
+        """End the session's processes, and wait until they have ended; work that has not run is dropped. Idempotent."""
 
     def fileno(self) -> int:
         """A descriptor that turns readable when ``receive`` may have something. Level-triggered.

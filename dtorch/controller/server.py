@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from dtorch.comm.channel import Buffer, Channel, ChannelClosedError, pack
+from dtorch.comm.channel import Buffer, Channel, ChannelClosedError, Frame, pack
 from dtorch.controller.loop import Loop
 from dtorch.controller.spawner import NullSpawner, Spawner, TemplateSpawner
 from dtorch.controller.state import (
@@ -87,22 +88,25 @@ class Server:
     def _on_client(self, readable: bool, writable: bool) -> None:
         if writable:
             self._flush(self._client)
-        if readable:
-            try:
-                self._client.read()
-            except (CommError, ProtocolError) as error:
-                if isinstance(error, ProtocolError):
-                    self._perform([ToClient(Fault(None, f"the controller got what is no message: {error}"))])
-                self.client_gone = True
-                self._loop.unwatch(self._client)
-                self._perform(self._state.client_gone())
-                return
-        while (frames := self._client.take()) is not None:
-            try:
-                instructions = self._state.client_sent(decode(frames[0]), frames)
-            except ProtocolError as error:
-                instructions = [ToClient(Fault(None, f"the controller got a wrong message: {error}"))]
-            self._perform(instructions)
+        if not readable:
+            return
+        try:
+            self._client.read()
+            while (frames := self._client.take()) is not None:
+                self._from_client(frames)
+        except (CommError, ProtocolError) as error:
+            if isinstance(error, ProtocolError):
+                self._perform([ToClient(Fault(None, f"the controller got what is no message: {error}"))])
+            self.client_gone = True
+            self._loop.unwatch(self._client)
+            self._perform(self._state.client_gone())
+
+    def _from_client(self, frames: list[Frame]) -> None:
+        try:
+            instructions = self._state.client_sent(decode(frames[0]), frames)
+        except ProtocolError as error:
+            instructions = [ToClient(Fault(None, f"the controller got a wrong message: {error}"))]
+        self._perform(instructions)
 
     def _on_worker(self, index: int, readable: bool, writable: bool) -> None:
         channel = self._workers[index]
@@ -177,8 +181,7 @@ class Server:
         """Watch one end of a new connection for a worker; returns the other."""
         ours, theirs = socket.socketpair()
         channel = self._workers[index] = Channel(ours)
-        on_ready: Callable[[bool, bool], None] = lambda readable, writable: self._on_worker(index, readable, writable)
-        self._loop.watch(channel, on_ready)
+        self._loop.watch(channel, partial(self._on_worker, index))
         return theirs
 
     def _stop(self, grace_ms: int) -> None:

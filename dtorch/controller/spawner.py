@@ -207,10 +207,11 @@ class NullSpawner:
         self.stopped = False
         self._report = report
         read_end, self._lifeline = os.pipe()
-        settings = {"lifeline_fd": read_end, "connections": [c.fileno() for c in connections]}
+        descriptors = [connection.fileno() for connection in connections]
+        settings = {"lifeline_fd": read_end, "connections": descriptors}
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-u", "-m", "dtorch.worker.null", json.dumps(settings)],
-            pass_fds=(*settings["connections"], read_end, census_fd),
+            pass_fds=(*descriptors, read_end, census_fd),
             start_new_session=True,
         )
         os.close(read_end)

@@ -21,6 +21,7 @@ class SessionConfig:
         max_devices: number of devices, ``None``: as many as are named.
         threads: computing threads of each worker, ``None``: cores divided by workers.
         strict: hidden redistributions are errors.
+        null_workers: for measuring: this many workers that do nothing, one for each device.
     """
 
     mode: str = "local"
@@ -29,6 +30,7 @@ class SessionConfig:
     max_devices: int | None = None
     threads: int | None = None
     strict: bool = False
+    null_workers: int = 0
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:

@@ -99,25 +99,16 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 def dense_strides(shape: Sequence[int], global_shape: Sequence[int], global_stride: Sequence[int]) -> tuple[int, ...]:
     """Strides without gaps for ``shape`` that keep the memory order of the global strides."""
-    dims = [d for d in range(len(shape))]
-    # A dimension of size one has no order of its own: keep it where row-major order has it.
-    key = _effective_strides(global_shape, global_stride)
-    order = sorted(dims, key=lambda d: (-key[d], d))
+    order = sorted(range(len(shape)), key=lambda d: (-global_stride[d], d))
     out, step = [0] * len(shape), 1
     for d in reversed(order):
         out[d] = step
         step *= max(shape[d], 1)
+    same = all(a == b for n, a, b in zip(shape, out, global_stride, strict=True) if n > 1)
+    if tuple(shape) == tuple(global_shape) and same:
+        # Dimensions of size one keep the strides they have: kernels look at them to tell memory formats apart.
+        return tuple(global_stride)
     return tuple(out)
-
-
-def _effective_strides(shape: Sequence[int], stride: Sequence[int]) -> list[float]:
-    """Strides for ordering: a size-one dimension lies just outside of its right neighbour."""
-    out: list[float] = [0.0] * len(shape)
-    inner = 0.5
-    for d in reversed(range(len(shape))):
-        out[d] = float(stride[d]) if shape[d] > 1 else inner
-        inner = out[d]
-    return out
 
 
 @dataclass(frozen=True)

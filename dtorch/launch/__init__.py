@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dtorch.core.config import SessionConfig
-from dtorch.launch.inline import InlineLink
 from dtorch.protocol.link import Link
 
 
 def make_link(config: SessionConfig) -> Link:
     """The connection that a configuration asks for."""
     if config.mode == "inline":
+        from dtorch.launch.inline import InlineLink  # not above: the template must be up before it imports torch
+
         return InlineLink(config.device_type)
     from dtorch.launch.session_link import ProcessLink
 

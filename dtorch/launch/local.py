@@ -22,7 +22,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -71,22 +71,14 @@ class LocalLink:
         self._closed = False
         self._death: str | None = None
         self._welcomed = False
-        self._session_dir = tempfile.mkdtemp(prefix="dtorch-")  # readable by this user alone
-        os.mkdir(f"{self._session_dir}/peers")
-        ours, theirs = socket.socketpair()
-        self._census, census = os.pipe()
-        self._channel = Channel(ours)
-        _links.add(self)
+        self._resources = ExitStack()
         try:
-            self._process = self._launch(config, theirs.fileno(), census)
+            self._start(config)
         except BaseException as error:
-            self._release()
+            self._resources.close()
             if isinstance(error, OSError):
                 raise CommError(f"the controller process cannot be started: {error}") from error
             raise
-        finally:
-            theirs.close()
-            os.close(census)
         atexit.register(self.close)
         self._channel.send([encode(Hello(PROTOCOL_VERSION))])
 
@@ -136,7 +128,25 @@ class LocalLink:
             self._process.kill()  # has no effect when it has ended by itself
             self._process.wait()
             _wait_readable(self._census, timeout_s=1.0)  # after a kill the others end within milliseconds
-            self._release()
+            self._resources.close()
+
+    def _start(self, config: LaunchConfig) -> None:
+        """Make the session's directory, connections and controller; ``_resources`` undoes what has been made."""
+        resources = self._resources
+        self._session_dir = tempfile.mkdtemp(prefix="dtorch-")  # readable by this user alone
+        resources.callback(shutil.rmtree, self._session_dir, ignore_errors=True)
+        os.mkdir(f"{self._session_dir}/peers")
+        with ExitStack() as childs:
+            self._census, census = os.pipe()
+            resources.callback(os.close, self._census)
+            childs.callback(os.close, census)
+            ours, theirs = socket.socketpair()
+            self._channel = Channel(ours)
+            resources.callback(self._channel.close)
+            childs.callback(theirs.close)
+            _links.add(self)
+            resources.callback(_links.discard, self)
+            self._process = self._launch(config, theirs.fileno(), census)
 
     def _launch(self, config: LaunchConfig, client_fd: int, census_fd: int) -> subprocess.Popen[bytes]:
         settings = {
@@ -195,12 +205,6 @@ class LocalLink:
         """In a fork of the owner: let go of everything that would keep the session alive."""
         self._channel.close()
         os.close(self._census)
-
-    def _release(self) -> None:
-        _links.discard(self)
-        self._channel.close()
-        os.close(self._census)
-        shutil.rmtree(self._session_dir, ignore_errors=True)
 
 
 _links: weakref.WeakSet[LocalLink] = weakref.WeakSet()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dtorch.core.placements import REPLICATE, Partial, Placement, Replicate, Shard
@@ -24,7 +24,12 @@ class Choice:
 
 
 def choose(
-    rule: Rule, specs: Sequence[TensorSpec], mesh: MeshLayout, sizes: dict[Label, int], written: frozenset[int]
+    rule: Rule,
+    specs: Sequence[TensorSpec],
+    mesh: MeshLayout,
+    sizes: dict[Label, int],
+    written: frozenset[int],
+    same: Mapping[int, int],
 ) -> Choice:
     """The cheapest placements.
 
@@ -34,6 +39,8 @@ def choose(
         mesh: the mesh of all of them.
         sizes: size of each label.
         written: slots that the operator writes: moving one costs the way back as well.
+        same: for a result that is a written argument, its slot: both have one placement, so none may become Partial
+            that was not.
     """
     ins: list[list[Placement]] = [[] for _ in specs]
     outs: list[list[Placement]] = [[] for _ in rule.outputs]
@@ -42,8 +49,13 @@ def choose(
         current = [s.placements[axis] for s in specs]
         best_cost, best = _ILLEGAL, None
         for candidate in _candidates(rule, current, sizes, cut, parts):
+            if any(candidate[0][slot] != candidate[1][i] for i, slot in same.items()):
+                continue
             cost = 0.0
             for slot, (spec, have, want) in enumerate(zip(specs, current, candidate[0], strict=True)):
+                if slot in rule.unused:
+                    candidate[0][slot] = have
+                    continue
                 move = _move_cost(spec, have, want, parts, current, rule)
                 cost += 2 * move if slot in written else move
             if cost < best_cost:

@@ -25,8 +25,7 @@ def predict(call: Call) -> tuple[Any, list[torch.Tensor]]:
         NoMeta: the operator has no meta implementation or its results depend on data.
         Exception: what torch itself raises for wrong arguments (shapes, dtypes).
     """
-    tags = call.func.tags
-    if torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags or call.name in _UNRELIABLE:
+    if _depends_on_data(call) or call.name in _UNRELIABLE:
         raise NoMeta(str(call.func))
     made: list[torch.Tensor] = []
 
@@ -58,6 +57,16 @@ def _corrected(call: Call, result: Any) -> Any:
             out, mean, deviation = result
             return out, mean.new_empty(0), deviation.new_empty(0)
     return result
+
+
+def _depends_on_data(call: Call) -> bool:
+    """Whether values of the arguments decide about the results' shapes."""
+    if call.name == "aten.index":
+        return any(s.dtype in (torch.bool, torch.uint8) for s in call.specs[1:])  # masks; positions do not
+    if call.name == "aten.repeat_interleave" and call.get("output_size") is not None:
+        return False
+    tags = call.func.tags
+    return torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags
 
 
 # Operators whose meta implementation gives other shapes or dtypes than the CPU kernel (found by the sweep in

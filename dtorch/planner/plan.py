@@ -83,10 +83,13 @@ def make_plan(call: Call, mesh: MeshLayout) -> Plan:
     Raises:
         Exception: what torch raises on the shapes and dtypes given.
     """
-    try:
-        value, metas = predict(call)
-    except NoMeta:
-        return _dynamic_plan(call, mesh)
+    value: Any = None
+    metas: list[torch.Tensor] = []
+    if call.func._schema.returns:
+        try:
+            value, metas = predict(call)
+        except NoMeta:
+            return _dynamic_plan(call, mesh)
     outs: list[torch.Tensor] = []
     template = _template(value, outs)
     written = frozenset(call.written_slots())
@@ -106,7 +109,8 @@ def make_plan(call: Call, mesh: MeshLayout) -> Plan:
             rule, fallback = replicated(call, outs), True
             if random:
                 rule = Rule(rule.inputs, rule.outputs, kernel="random")
-    choice = choose(rule, call.specs, mesh, _sizes(rule, call.specs, outs), written)
+    same = {i: slot for i, out in enumerate(outs) for slot, meta in enumerate(metas) if out is meta}
+    choice = choose(rule, call.specs, mesh, _sizes(rule, call.specs, outs), written, same)
     return _assemble(call, mesh, rule, choice, outs, metas, template, written, random, fallback)
 
 

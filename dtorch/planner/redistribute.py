@@ -6,7 +6,7 @@ shards of one tensor dimension make every single-axis collective wrong). `plan_s
 Everything here is a pure function of the two specs, so client, workers and a replay find the same steps.
 
 Several partial axes: the value is the reduction over the last partial axis first, then the one before it, and so on
-(as shards nest). Axes of the same reduction may be reduced in any order.
+(as shards nest). Axes of the same reduction may be reduced in any order, but for averages.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def plan_steps(src: TensorSpec, dst: TensorSpec) -> tuple[Step, ...]:
     """
     _check(src, dst)
     if src.mesh == dst.mesh and src.placements == dst.placements:
-        return () if memory_order(src) == memory_order(dst) else (Step("slice", 0, src, dst),)
+        return () if _same_layout(src, dst) else (Step("slice", 0, src, dst),)
     same_mesh = src.mesh == dst.mesh
     goal = (True, dst.placements)
     start = (same_mesh, src.placements)
@@ -169,6 +169,8 @@ def step_kind(placements: Sequence[Placement], axis: int, then: Placement) -> st
             return ""
         if isinstance(p, Partial) and any(isinstance(q, Partial) and q != p for q in inner):
             return ""
+    if now in inner and isinstance(now, Partial) and now.reduce_op == "avg":
+        return ""  # averages of integers are rounded, so their order counts as well
     if isinstance(now, Shard):
         if isinstance(then, Partial):  # zeros (ones) around the shard are terms of a sum (product)
             return "mask" if then.reduce_op in ("sum", "product") else ""
@@ -200,6 +202,14 @@ def reducible(reduce_op: str, dtype: torch.dtype) -> bool:
     if reduce_op == "avg":
         return dtype != torch.uint64
     return reduce_op == "product" or dtype != torch.float8_e8m0fnu  # which has no zero
+
+
+def _same_layout(src: TensorSpec, dst: TensorSpec) -> bool:
+    """Whether every local tensor has the same strides under both specs, which differ in theirs only."""
+    return all(
+        dense_strides(shape, src.shape, src.stride) == dense_strides(shape, dst.shape, dst.stride)
+        for shape in {src.local_shape(position) for position in range(src.mesh.size)}
+    )
 
 
 def memory_order(spec: TensorSpec) -> tuple[int, ...]:
@@ -341,8 +351,8 @@ def transfers(
 
 def neutral_element(step: Step) -> float | None:
     """What a "mask" step writes where a device has no term: 0 of a sum, 1 of a product; ``None`` if all keep theirs."""
-    then = step.dst.placements[step.axis]
-    if step.kind != "mask" or not isinstance(then, Partial) or then.reduce_op not in ("sum", "product"):
+    then = step.dst.placements[step.axis] if step.kind == "mask" else None
+    if not isinstance(then, Partial) or then.reduce_op not in ("sum", "product"):
         return None
     if then.reduce_op == "product":
         return 1.0

@@ -34,6 +34,7 @@ class Rule:
         kernels: for a label, the worker kernel that replaces the operator on devices where the label is cut.
         kernel: the worker kernel that replaces the operator whenever some tensor is not replicated.
         resize: (argument name, index of result): the argument is replaced by that result's local shape.
+        unused: slots whose values the operator does not read (``zeros_like``): they stay where they are.
         whole_results: results that every device computes whole although inputs are cut (None labels suffice mostly).
     """
 
@@ -47,6 +48,7 @@ class Rule:
     kernels: Mapping[Label, str] = field(default_factory=dict)
     kernel: str | None = None
     resize: tuple[str, int] | None = None
+    unused: frozenset[int] = frozenset()
 
     @property
     def labels(self) -> list[Label]:

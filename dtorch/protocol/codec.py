@@ -70,7 +70,8 @@ def decode(header: bytes | bytearray | memoryview) -> Message:
     specs = _FIELDS[kind]
     if len(values) != len(specs) + 1:
         raise ProtocolError(f"{kind.__name__} has {len(specs)} fields, not {len(values) - 1}")
-    return kind(*[check(value, name) for (name, check), value in zip(specs, values[1:], strict=True)])
+    message: Message = kind(*[check(value, name) for (name, check), value in zip(specs, values[1:], strict=True)])
+    return message
 
 
 def decode_as(expected: type[M], header: bytes | bytearray | memoryview) -> M:

@@ -51,8 +51,10 @@ class Link(Protocol):
     def assign(self, devices: Sequence[int]) -> dict[int, int]:
         """Worker of each of these new devices; starts workers as needed. Batches sent later reach them."""
 
-    def send_batch(self, seq: int, frames: Sequence[bytes | memoryview]) -> None:
-        """Send a batch to every worker."""
+    def send_batch(
+        self, seq: int, frames: Sequence[bytes | memoryview], targets: Sequence[int] | None = None
+    ) -> None:
+        """Send a batch to every worker, or to the targets."""
 
     def receive(self, timeout_s: float | None) -> Event | None:
         """The next event; ``None`` when none arrives in time (0: at once; ``None``: wait)."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -45,6 +46,7 @@ class Groups:
         self._made: dict[Workers, Any] = {}
         self._broken: dict[Workers, str] = {}
         self.sent_messages = self.sent_bytes = 0
+        weakref.finalize(self, self._made.clear)  # a group that outlives the interpreter aborts the process
         self._no_bytes = torch.empty(0, dtype=torch.uint8, device=device)
 
     def reset(self, generation: int) -> None:
@@ -68,7 +70,7 @@ class Groups:
     ) -> dict[int, torch.Tensor]:
         """Send each worker its tensor and return what came from others; ends when both are done.
 
-        One all-to-all of bytes. (With gloo, single sends and receives look simpler, but let its event loop spin for
+        One all-to-all of bytes. (Single sends and receives would do, but with gloo they make its event loop spin for
         whole time slices, 4 ms, when there are fewer cores than busy threads.)
 
         Args:
@@ -87,16 +89,14 @@ class Groups:
         """
         parts = [flat_bytes(sends[w]) for w in workers if w in sends]
         message = parts[0] if len(parts) == 1 else torch.cat(parts) if parts else self._no_bytes
-        if into is None:
-            into = torch.empty(sum(receives.values()), dtype=dtype, device=self.device)
-        lengths = [receives.get(w, 0) for w in workers]
-        taken = [n * dtype.itemsize for n in lengths]
         given = [sends[w].nbytes if w in sends else 0 for w in workers]
+        taken = [receives.get(w, 0) * dtype.itemsize for w in workers]
+        into = torch.empty(sum(receives.values()), dtype=dtype, device=self.device) if into is None else flat(into)
         self.sent_messages += len(parts)
         self.sent_bytes += message.numel()
-        self._start(workers, what, lambda group: group.alltoall_base(flat_bytes(into), message, taken, given))
-        pieces = flat(into).split(lengths)
-        return {w: piece for w, piece in zip(workers, pieces, strict=True) if w in receives}
+        self._start(workers, what, lambda group: group.alltoall_base(into.view(torch.uint8), message, taken, given))
+        givers = [w for w in workers if w in receives]
+        return dict(zip(givers, cut(into, [receives[w] for w in givers]), strict=True))
 
     def all_reduce(self, workers: Workers, tensor: torch.Tensor, reduce_op: str, what: str) -> None:
         """The backend's own all-reduce ("sum", "max", "min" or "product"), in place.
@@ -174,10 +174,11 @@ class Groups:
 
     def _failed(self, workers: Workers, what: str, reason: Exception) -> CommError:
         """Give up the group (a message may be half sent, so its next one could be misread) and say what happened."""
-        cause = re.sub(r"^\[\S*\] ", "", (str(reason) or type(reason).__name__).splitlines()[0]).split(". ")[0].rstrip(".")
+        first_line = (str(reason) or type(reason).__name__).splitlines()[0]
+        cause = re.sub(r"^\[\S*\] ", "", first_line).split(". ")[0].rstrip(".")
         text = (
-            f"{what} between workers {_names(workers)} failed on worker {self.index}: {cause}. A worker of this group has "
-            f"ended, or did not reach this operation within {self.timeout_s:g} s."
+            f"{what} between workers {_names(workers)} failed on worker {self.index}: {cause}. A worker of this "
+            f"group has ended, or did not reach this operation within {self.timeout_s:g} s."
         )
         self._made.pop(workers, None)
         self._broken[workers] = text
@@ -203,6 +204,11 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """`flat`, as bytes."""
     return flat(tensor).view(torch.uint8)
+
+
+def cut(tensor: torch.Tensor, lengths: Sequence[int]) -> Sequence[torch.Tensor]:
+    """A flat tensor in pieces."""
+    return [tensor] if len(lengths) == 1 else tensor.split_with_sizes(lengths)
 
 
 def _names(workers: Workers) -> str:

@@ -182,18 +182,18 @@ class Program:
                 return results
             fixes = self._check(self.here[k], results)
             self._fixes[k] = fixes if any(f is not None for f in fixes) else _NOTHING
-        return [
-            r if f is None else torch.empty_strided(r.shape, f, dtype=r.dtype, device=r.device).copy_(r)
-            for r, f in zip(results, fixes, strict=True)
-        ]
+        return [r if f is None else _with_strides(r, f) for r, f in zip(results, fixes, strict=True)]
 
     def _check(self, position: int, results: list[torch.Tensor]) -> list[tuple[int, ...] | None]:
         if len(results) != len(self.plan.results):
             raise RuntimeError(f"{self.plan.op} gave {len(results)} tensors, {len(self.plan.results)} were predicted.")
         fixes: list[tuple[int, ...] | None] = []
+        wanted = self._wanted()
         for r, predicted in zip(results, self.plan.results, strict=True):
             spec = predicted.spec
             assert spec is not None, "only dynamic plans lack specs"
+            if predicted.same is not None and wanted[predicted.same].shape == spec.shape:
+                spec = wanted[predicted.same]  # the written argument as it was brought here; it goes back afterwards
             shape = spec.local_shape(position)
             if tuple(r.shape) != shape or r.dtype != spec.dtype:
                 raise RuntimeError(
@@ -219,10 +219,15 @@ def _restride(r: torch.Tensor, spec: TensorSpec, shape: tuple[int, ...]) -> tupl
     """Strides that keep the predicted memory order, or ``None`` when the result has them."""
     # A replicated result must have torch's very strides; a piece of one only the same order, without gaps.
     want = spec.stride if shape == spec.shape else dense_strides(shape, spec.shape, spec.stride)
-    have = r.stride()
-    if r.numel() == 0 or all(n <= 1 or a == b for n, a, b in zip(shape, have, want, strict=True)):
-        return None
-    return tuple(want)
+    # Also for dimensions of size one: kernels read the memory format off them.
+    return None if r.numel() == 0 or r.stride() == tuple(want) else tuple(want)
+
+
+def _with_strides(r: torch.Tensor, want: tuple[int, ...]) -> torch.Tensor:
+    """The tensor with these strides; without a copy when only dimensions of size one differ."""
+    if all(n <= 1 or a == b for n, a, b in zip(r.shape, r.stride(), want, strict=True)):
+        return r.as_strided(r.shape, want)
+    return torch.empty_strided(r.shape, want, dtype=r.dtype, device=r.device).copy_(r)
 
 
 def flatten(raw: Any) -> list[torch.Tensor]:

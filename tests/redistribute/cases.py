@@ -189,8 +189,9 @@ def _terms(value: torch.Tensor, reduce_op: str, n: int, rng: random.Random) -> l
         gap = noise(0, 3) if dtype.is_signed or reduce_op == "min" else v * noise(0, 1)
         terms, last = [v - gap if reduce_op == "max" else v + gap] * others, v
     else:
-        terms = [noise(0, 1) if dtype.itemsize > 1 else noise(0, 0) for _ in range(others)]
-        if reduce_op == "avg" and (dtype.itemsize == 1 or not dtype.is_signed):
+        roomy = dtype.itemsize > 1 and dtype.is_signed
+        terms = [noise(0, 1) if roomy else noise(0, 0) for _ in range(others)]
+        if reduce_op == "avg" and not roomy:
             terms = [v] * others
         last = v * (n if reduce_op == "avg" else 1) - sum(terms, torch.zeros_like(v))
     terms.insert(chosen, last)

@@ -48,7 +48,12 @@ def pairs(draw: st.DrawFn, two_meshes: bool) -> tuple[TensorSpec, TensorSpec]:
     specs = []
     for m in (mesh, draw(meshes(1)) if two_meshes else mesh):
         placements = [draw(st.sampled_from(placements_of(len(shape), dtype))) for _ in m.shape]
-        specs.append(make_spec(m, placements, shape, dtype, draw(st.permutations(range(len(shape))))))
+        spec = make_spec(m, placements, shape, dtype, draw(st.permutations(range(len(shape)))))
+        if draw(st.booleans()):  # gaps, and any stride where the size is 1
+            gap, odd = draw(st.integers(1, 2)), draw(st.integers(1, 9))
+            strides = zip(shape, spec.stride, strict=True)
+            spec = spec.replace(stride=tuple(odd if n == 1 else s * gap for n, s in strides))
+        specs.append(spec)
     return specs[0], specs[1]
 
 

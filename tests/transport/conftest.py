@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,38 +12,12 @@ import pytest
 from dtorch.launch.local import LaunchConfig, LocalLink
 from dtorch.protocol.codec import decode, encode
 from dtorch.protocol.messages import Ack, Batch, Reply, WorkerUp
+from tests.transport.processes import parent_of, tagged, wait_until
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 TAG_VARIABLE = "DTORCH_TRANSPORT_TEST"
 LIMIT_S = 30.0
-
-
-def wait_until(condition, seconds=10.0):
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if condition():
-            return True
-        time.sleep(0.01)
-    return bool(condition())
-
-
-def parent_of(pid):
-    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
-
-
-def tagged(tag):
-    """Pids of the living processes whose environment has the tag."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            if tag.encode() in (entry / "environ").read_bytes():
-                state = (entry / "stat").read_text().rsplit(")", 1)[1].split()[0]
-                if state not in "ZX":
-                    found.append(int(entry.name))
-        except OSError:
-            continue
-    return found
 
 
 @dataclass
@@ -112,11 +85,9 @@ def open_session(tag):
     """Open sessions, and close them after the test."""
     links = []
 
-    def open_one(executor="Scripted", workers=0, env=(), **config):
+    def open_one(executor="worker_side:Scripted", workers=0, env=(), **config):
         name, value = tag.split("=")
-        settings = LaunchConfig(
-            executor=f"worker_side:{executor}", env={"PYTHONPATH": str(HERE), name: value, **dict(env)}, **config
-        )
+        settings = LaunchConfig(executor=executor, env={"PYTHONPATH": str(HERE), name: value, **dict(env)}, **config)
         links.append(LocalLink(settings))
         session = Session(links[-1], tag)
         session.add(workers)

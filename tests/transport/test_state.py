@@ -124,7 +124,10 @@ def test_a_worker_that_never_came_up():
     state.client_sent(AddWorker((3, 4), 1, {}), ())
     send(state, 0)
     state.worker_forked(0, 55)
-    assert state.worker_ended(0, "exit code 1") == [ToClient(WorkerLost(0, 55, (3, 4), "exit code 1")), ToClient(Ack(0))]
+    assert state.worker_ended(0, "exit code 1") == [
+        ToClient(WorkerLost(0, 55, (3, 4), "exit code 1")),
+        ToClient(Ack(0)),
+    ]
 
 
 def test_replies_and_faults_go_to_the_client():

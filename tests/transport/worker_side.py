@@ -1,4 +1,4 @@
-"""Executors that the workers of these tests run; the first payload frame names a method, the others are its arguments."""
+"""Executors for the workers of these tests: the first payload frame names a method, the others are its arguments."""
 
 import ctypes
 import os
@@ -72,15 +72,3 @@ class Scripted:
 class Unmakeable:
     def __init__(self, devices, send, peers_dir, index, physical):
         raise OSError("the device is on fire")
-
-
-class WithTorch(Scripted):
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        import torch
-
-        self.torch = torch
-
-    def pool(self):
-        self.torch.ones(300, 300) @ self.torch.ones(300, 300)
-        self.reply([f"{self.torch.get_num_threads()} {os.environ['OMP_WAIT_POLICY']}".encode()])

@@ -105,7 +105,7 @@ def _widens(source: torch.dtype, target: torch.dtype) -> bool:
 
 def default_rule(call: Call, outs: Sequence[Any]) -> RuleFunction | None:
     """The element-by-element rule where torch's tag or our list says so, or ``None``."""
-    if call.name.startswith("aten._foreach_"):
+    if call.name.startswith(("aten._foreach_", "aten._fused_adam", "aten._fused_sgd", "aten._fused_adagrad")):
         return foreach
     if call.specs and outs and (torch.Tag.pointwise in call.func.tags or call.name in _UNTAGGED or _base_is_pointwise(call)):
         return pointwise
