@@ -31,6 +31,7 @@ def init(
     max_devices: int | None = None,
     threads: int | None = None,
     strict: bool | None = None,
+    null_workers: int | None = None,
 ) -> None:
     """Start the default session. Optional: the first use starts it with these defaults.
 
@@ -41,13 +42,15 @@ def init(
         max_devices: number of devices that meshes may name.
         threads: computing threads of each worker; by default cores divided by workers.
         strict: hidden redistributions are errors.
+        null_workers: for measuring: this many workers that do nothing.
 
     Raises:
         DtorchError: already running with other options, or an impossible option.
     """
     graph.init(
-        mode=mode, workers=workers, device_type=device_type, max_devices=max_devices, threads=threads, strict=strict
-    )
+        mode=mode, workers=workers, device_type=device_type, max_devices=max_devices, threads=threads, strict=strict,
+        null_workers=null_workers,
+    )  # fmt: skip
 
 
 def shutdown() -> None:

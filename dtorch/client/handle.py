@@ -46,9 +46,10 @@ class Handle:
         family: tensors that share its memory; ``None`` until it is viewed.
         view: set when this is a copied view.
         shadow: a host tensor of the same value, or ``None``.
+        depth: operators between host data and the shadow.
     """
 
-    __slots__ = ("family", "id", "session", "shadow", "spec", "view")
+    __slots__ = ("depth", "family", "id", "session", "shadow", "spec", "view")
 
     def __init__(self, id_: int, spec: TensorSpec, session: Session) -> None:
         self.id = id_
@@ -57,6 +58,7 @@ class Handle:
         self.family: Family | None = None
         self.view: CopiedView | None = None
         self.shadow: Any = None
+        self.depth = 0
 
     def __del__(self) -> None:
         self.session.dead.append(self.id)

@@ -12,7 +12,7 @@ from dtorch.client.dispatch import SPECIAL, info_of, run
 from dtorch.client.shadow import lose
 from dtorch.client.wrap import empty, move, moved_spec, put, to_host
 from dtorch.core.placements import REPLICATE
-from dtorch.core.torch_private import has_composite_kernel, set_metadata
+from dtorch.core.torch_private import decompose, has_composite_kernel, set_metadata
 
 aten = torch.ops.aten
 Args = tuple[Any, ...]
@@ -277,16 +277,26 @@ def _is_out(func: Any, name: str) -> bool:
     return any(a.name == name and a.is_out for a in func._schema.arguments)
 
 
+@special(aten.native_batch_norm.default)
+def native_batch_norm(cls: type, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Its schema does not say that it writes the running statistics; those of its successors do."""
+    names = [a.name for a in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    x, weight, bias, mean, variance, training, momentum, eps = (given[n] for n in names)
+    if mean is None:
+        return aten._native_batch_norm_legit.no_stats(x, weight, bias, training, momentum, eps)
+    if training:
+        return aten._native_batch_norm_legit.default(x, weight, bias, mean, variance, training, momentum, eps)
+    return aten._native_batch_norm_legit_no_training.default(x, weight, bias, mean, variance, momentum, eps)
+
+
 # Composites that stay whole when autograd does not need their parts: workers have one kernel for them, or one message
 # says what several would.
-WHOLE = frozenset({"aten::linear", "aten::matmul"})
+WHOLE = frozenset({"aten::linear", "aten::matmul", "aten::scaled_dot_product_attention", "aten::rms_norm"})
 
 
 def _decompose(cls: type, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    result = func.decompose(*args, **kwargs)
-    if result is NotImplemented:
-        return run(cls, func, info_of(func), args, kwargs)
-    return result
+    return decompose(func, args, kwargs)
 
 
 def find_special(func: Any) -> Any:

@@ -39,10 +39,13 @@ def wrap(session: Session, tensor_id: int, spec: TensorSpec, offset: int = 0) ->
 
 def small_enough(shape: Sequence[int], dtype: torch.dtype) -> bool:
     """Whether a tensor made from host data keeps a host copy."""
+    real = dtype.is_floating_point or dtype.is_complex
+    if real and len(shape) > 1:
+        return False  # data, not a schedule
     n = 1
     for s in shape:
         n *= s
-    return n <= (_SHADOW_REAL if dtype.is_floating_point or dtype.is_complex else _SHADOW_WHOLE)
+    return n <= (_SHADOW_REAL if real else _SHADOW_WHOLE)
 
 
 def host_bytes(t: torch.Tensor) -> bytes:

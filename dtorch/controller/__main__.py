@@ -27,8 +27,8 @@ def main() -> None:
     client = Channel(socket.socket(fileno=config.client_fd))
     server = Server(config, client, ControllerState(os.getpid(), socket.gethostname()))
     server.run()
-    if server.client_gone:
-        shutil.rmtree(config.session_dir, ignore_errors=True)
+    # The client does this as well, if it has not been killed or interrupted.
+    shutil.rmtree(config.session_dir, ignore_errors=True)
 
 
 if __name__ == "__main__":

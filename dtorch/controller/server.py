@@ -56,10 +56,9 @@ class ControllerConfig:
 
 
 class Server:
-    """Serves one client until it says so or is gone. ``client_gone`` tells which."""
+    """Serves one client until it says so or is gone."""
 
     def __init__(self, config: ControllerConfig, client: Channel, state: ControllerState) -> None:
-        self.client_gone = False
         self._client, self._state = client, state
         self._loop = Loop()
         self._workers: dict[int, Channel] = {}
@@ -97,7 +96,6 @@ class Server:
         except (CommError, ProtocolError) as error:
             if isinstance(error, ProtocolError):
                 self._perform([ToClient(Fault(None, f"the controller got what is no message: {error}"))])
-            self.client_gone = True
             self._loop.unwatch(self._client)
             self._perform(self._state.client_gone())
 

@@ -82,5 +82,13 @@ def run_backward_on_calling_thread() -> None:
 
 
 def has_composite_kernel(func: Any) -> bool:
-    """Whether the operator is written in terms of others (CompositeImplicitAutograd)."""
-    return bool(func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
+    """Whether torch has the operator in C++ written in terms of others (CompositeImplicitAutograd).
+
+    Python decompositions do not count: torch has kernels for those operators, with other rounding.
+    """
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"))
+
+
+def decompose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run such an operator by its parts."""
+    return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)

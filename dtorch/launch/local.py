@@ -125,10 +125,12 @@ class LocalLink:
                 while self._channel.receive(max(0.0, deadline - time.monotonic())) is not None:
                     pass  # what nobody waits for any more
         finally:
-            self._process.kill()  # has no effect when it has ended by itself
-            self._process.wait()
-            _wait_readable(self._census, timeout_s=1.0)  # after a kill the others end within milliseconds
-            self._resources.close()
+            try:
+                self._process.kill()  # has no effect when it has ended by itself
+                self._process.wait()
+                _wait_readable(self._census, timeout_s=1.0)  # after a kill the others end within milliseconds
+            finally:
+                self._resources.close()
 
     def _start(self, config: LaunchConfig) -> None:
         """Make the session's directory, connections and controller; ``_resources`` undoes what has been made."""

@@ -104,3 +104,10 @@ class Call:
     def first(self) -> TensorSpec:
         """Spec of the first tensor argument."""
         return self.specs[0]
+
+
+def draws(call: Call) -> bool:
+    """Whether the call draws random numbers: attention without dropout, and rrelu outside of training, do not."""
+    if torch.Tag.nondeterministic_seeded not in call.func.tags:
+        return False
+    return call.get("dropout_p") != 0 and not (call.name == "aten.rrelu_with_noise" and not call["training"])

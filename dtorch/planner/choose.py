@@ -108,8 +108,10 @@ def _cut_candidate(rule: Rule, label: Label) -> list[_Candidate]:
 
     ins = [place(labels) or REPLICATE for labels in rule.inputs]
     outs: list[Placement] = []
-    for labels in rule.outputs:
+    for i, labels in enumerate(rule.outputs):
         p = place(labels)
+        if p is None and i in rule.whole:
+            p = REPLICATE
         if p is None and label in rule.reduce:
             p = Partial(rule.reduce[label])
         if p is None:

@@ -27,6 +27,8 @@ def predict(call: Call) -> tuple[Any, list[torch.Tensor]]:
     """
     if _depends_on_data(call) or call.name in _UNRELIABLE:
         raise NoMeta(str(call.func))
+    if call.name == "aten._grouped_mm":
+        return _grouped_mm(call), []
     made: list[torch.Tensor] = []
 
     def convert(value: Any) -> Any:
@@ -48,6 +50,20 @@ def predict(call: Call) -> tuple[Any, list[torch.Tensor]]:
             return _corrected(call, call.func(*args, **kwargs)), made
         except NotImplementedError as e:
             raise NoMeta(str(call.func)) from e
+
+
+def _grouped_mm(call: Call) -> torch.Tensor:
+    """torch's meta implementation takes bfloat16 only; shapes as in torch/_meta_registrations.py, rows dense."""
+    a, b = call.spec("self").shape, call.spec("mat2").shape
+    if len(a) == 2 and len(b) == 2:
+        shape: tuple[int, ...] = (call.spec("offs").shape[0], a[0], b[1])
+    elif len(a) == 2:
+        shape = (a[0], b[2])
+    elif len(b) == 2:
+        shape = (a[1], b[1])
+    else:
+        shape = (a[0], a[1], b[2])
+    return torch.empty(shape, dtype=call.get("out_dtype") or call.first.dtype, device="meta")
 
 
 def _corrected(call: Call, result: Any) -> Any:

@@ -10,7 +10,7 @@ import torch
 
 from dtorch.core.placements import REPLICATE, Partial, Placement
 from dtorch.core.spec import MeshLayout, TensorSpec
-from dtorch.planner.call import Call, is_view
+from dtorch.planner.call import Call, draws, is_view
 from dtorch.planner.choose import Choice, choose
 from dtorch.planner.meta import NoMeta, predict
 from dtorch.planner.redistribute import Step, plan_steps
@@ -94,7 +94,7 @@ def make_plan(call: Call, mesh: MeshLayout) -> Plan:
     template = _template(value, outs)
     written = frozenset(call.written_slots())
     fallback = False
-    random = torch.Tag.nondeterministic_seeded in call.func.tags
+    random = draws(call)
     if all(s.is_replicated for s in call.specs):
         rule = replicated(call, outs)
         if random:
@@ -232,7 +232,7 @@ def _dynamic_plan(call: Call, mesh: MeshLayout) -> Plan:
     if len(results) != len(names):
         raise OnClient(f"{call.func} returns {names}")
     template: Any = 0 if len(results) == 1 else list(range(len(results)))
-    random = torch.Tag.nondeterministic_seeded in call.func.tags
+    random = draws(call)
     sharded = bool(moves)
     return Plan(
         call, mesh, tuple(wanted), tuple(moves), tuple(back), tuple(reduce), results, template,

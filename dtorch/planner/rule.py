@@ -35,7 +35,7 @@ class Rule:
         kernel: the worker kernel that replaces the operator whenever some tensor is not replicated.
         resize: (argument name, index of result): the argument is replaced by that result's local shape.
         unused: slots whose values the operator does not read (``zeros_like``): they stay where they are.
-        whole_results: results that every device computes whole although inputs are cut (None labels suffice mostly).
+        whole: results (by index) that every device computes alike, so that they stay whole although inputs are cut.
     """
 
     inputs: Sequence[Labels]
@@ -49,6 +49,7 @@ class Rule:
     kernel: str | None = None
     resize: tuple[str, int] | None = None
     unused: frozenset[int] = frozenset()
+    whole: frozenset[int] = frozenset()
 
     @property
     def labels(self) -> list[Label]:

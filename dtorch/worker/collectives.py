@@ -4,8 +4,9 @@ A step falls into units that do not touch each other: the groups of devices alon
 devices. What a unit's workers must tell each other is worked out once per step and kept. Devices of one worker exchange
 in memory; between workers, one all-to-all carries every box as bytes from the worker that has it to those that want it.
 That also makes the reductions: every worker collects the terms of what it has to reduce and combines them in the order
-of the devices, so the bits depend neither on the device nor on which worker hosts which device, for every dtype. As
-fast as gloo's own all-reduce, which promises none of that. NCCL's own collectives run where they fit.
+of the devices, so the bits depend neither on the device nor on which worker hosts which device, for every dtype. (Two
+processes on two busy cores: 1 KB in 0.4 ms, gloo's own all-reduce 0.5 ms; 16 MB in 46 ms, gloo's 35 ms.) NCCL's own
+collectives run where they fit.
 
 Inside, dimensions stand in memory order (outermost first), so every dense local tensor is row-major.
 """
@@ -20,7 +21,7 @@ from math import prod
 import torch
 
 from dtorch.core.errors import PlacementError
-from dtorch.core.placements import Partial
+from dtorch.core.placements import Partial, Placement
 from dtorch.core.spec import Box, MeshLayout, box_shape, chunk, dense_strides
 from dtorch.planner.redistribute import REDUCTIONS, Step, memory_order, neutral_element, transfers
 from dtorch.worker.groups import Groups, Workers, cut, flat, flat_bytes
@@ -264,8 +265,8 @@ class Collectives:
             native=len(hosts) == len(workers) > 1
             and size > 0
             and len({step.dst.local_shape(p) for p in members}) == 1
-            and (step.src.dtype.is_floating_point or not partial.is_partial("avg"))
-            and step.src.dtype in _NATIVE_DTYPES,
+            and step.src.dtype in _NATIVE_DTYPES
+            and _is_native(partial, step.src.dtype),
             scatter=scatter,
             hosts=hosts,
             mine=[(place, inputs.index(p)) for place, p in enumerate(members) if hosts[place] == self.index],
@@ -377,6 +378,13 @@ class Collectives:
 
     def _empty(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
+
+
+def _is_native(partial: Placement, dtype: torch.dtype) -> bool:
+    """Whether the backend reduces as we do: its averages are not for integers, its max and min may lose a NaN."""
+    if partial.is_partial("sum") or partial.is_partial("product"):
+        return True
+    return dtype.is_floating_point == partial.is_partial("avg")
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

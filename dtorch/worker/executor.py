@@ -38,7 +38,7 @@ class Executor:
         self.devices, self.index = list(devices), index
         self._send = send
         self.device = torch.device(physical)
-        self.collectives = Collectives(index, peers_dir)
+        self.collectives = Collectives(index, peers_dir, device=self.device)
         self.generators = Generators(self.device)
         self.meshes: dict[int, MeshLayout] = {}
         self.positions: dict[int, list[int]] = {}

@@ -53,10 +53,26 @@ Kernel = Callable[..., Any]
 KERNELS: dict[str, Kernel] = {}
 
 
+# By operator, ``aten::name.overload``: what runs instead of it, cut or not, where no other kernel is asked for.
+STAND_INS: dict[str, Kernel] = {}
+
+
 def kernel(f: Kernel) -> Kernel:
     """Register a kernel under its function's name."""
     KERNELS[f.__name__] = f
     return f
+
+
+def stand_in(*operators: str) -> Callable[[Kernel], Kernel]:
+    """Register what runs instead of operators (``name.overload``) that torch lacks on some devices, or that give
+    other shapes there."""
+
+    def register(f: Kernel) -> Kernel:
+        for name in operators:
+            STAND_INS[f"aten::{name}"] = f
+        return f
+
+    return register
 
 
 @kernel

@@ -12,7 +12,8 @@ from dtorch.core.errors import ProtocolError
 from dtorch.core.spec import TensorSpec, dense_strides
 from dtorch.protocol.plans import WirePlan
 from dtorch.protocol.values import DeviceSlot, GeneratorSlot, Number, Slot
-from dtorch.worker.kernels import KERNELS, Context
+from dtorch.worker import kernels_nn  # noqa: F401  (registers its kernels)
+from dtorch.worker.kernels import KERNELS, STAND_INS, Context
 from dtorch.worker.random import draw
 
 # The namespaces whose operators a client may run.
@@ -87,10 +88,12 @@ class Program:
             else:
                 kwargs[name] = shape
         target: Callable[..., Any] = op  # type: ignore[assignment]
+        function = STAND_INS.get(plan.op)
         if plan.kernel is not None and not plan.random:
             function = KERNELS.get(plan.kernel)
             if function is None:
                 raise ProtocolError(f"no worker kernel is called {plan.kernel!r}.")
+        if function is not None:
             wanted = self._wanted()
             context = Context(op, position, wanted, outputs)
 

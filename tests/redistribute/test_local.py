@@ -28,6 +28,8 @@ from tests.redistribute.cases import (
     split,
 )
 
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+
 MESH_SHAPES = shapes_up_to(8)
 
 

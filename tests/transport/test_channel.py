@@ -125,5 +125,7 @@ def test_garbage_is_refused(garbage):
 def test_interrupts_at_any_moment_lose_no_byte():
     program = Path(__file__).with_name("interrupt_storm.py")
     environment = {**os.environ, "PYTHONPATH": str(program.parents[2])}
-    done = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, program], env=environment, capture_output=True, check=False, text=True, timeout=60
+    )
     assert (done.returncode, done.stderr) == (0, "")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dtorch.core.spec import TensorSpec
-from dtorch.planner.call import Call
+from dtorch.planner.call import Call, draws
 from dtorch.planner.rule import Labels, NoRule, Rule, RuleFunction, replicated, rule
 
 # Element by element without carrying torch's pointwise tag (2.13).
@@ -75,7 +75,7 @@ def broadcast_labels(shape: Sequence[int], out: Sequence[int], prefix: Any = "d"
 
 def pointwise(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
     """Every tensor broadcasts to the shape of the results."""
-    random = torch.Tag.nondeterministic_seeded in call.func.tags
+    random = draws(call)
     if random and not _draws_for_shape(call):
         whole = replicated(call, outs)
         return Rule(whole.inputs, whole.outputs, kernel="random")
