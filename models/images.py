@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +56,18 @@ def load_pipeline(entry: ModelEntry, folder: Path, dtype: str) -> Any:
         raise ModelInputError(f"diffusers cannot load {folder}: {type(error).__name__}: {error}") from error
     pipe.set_progress_bar_config(disable=True)
     return pipe
+
+
+def copy_out_of_files(pipe: Any) -> None:
+    """Give every weight memory of its own instead of the mapped file's.
+
+    A CPU kernel may round differently for data that is not aligned to 16 bytes, as data in a file often is not. For
+    pictures equal to the bit, the weights must be aligned on both sides; those on a mesh are.
+    """
+    for module in pipe.components.values():
+        if isinstance(module, torch.nn.Module):
+            for tensor in itertools.chain(module.parameters(), module.buffers()):
+                tensor.data = tensor.data.clone()
 
 
 def default_size(pipe: Any) -> int:

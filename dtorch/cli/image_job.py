@@ -215,9 +215,10 @@ def _on_mesh(shape: MeshShape, mode: str, stages: Stages) -> Iterator[None]:
 
 def _compare(job: ImageJob, folder: Path, images: Images, stages: Stages) -> Check:
     """Draw the same with plain diffusers on the CPU of this process, from the same folder loaded again."""
-    from dtorch.models.images import draw, largest_difference
+    from dtorch.models.images import copy_out_of_files, draw, largest_difference
 
     pipe, request = _load(job, folder)
+    copy_out_of_files(pipe)
     difference = largest_difference(images, draw(job.entry, pipe, request, on_step=stages.advance_to))
     allowed = 0 if job.shape.num_devices == 1 else 1
     return Check(difference, allowed, ok=difference <= allowed)

@@ -10,6 +10,7 @@ import torch
 
 from dtorch import native
 from dtorch.client import factories, graph, random
+from dtorch.client.dispatch import dispatch
 from dtorch.client.saving import rebuild
 from dtorch.client.session import MAX_MESHES
 from dtorch.client.specials import copy_
@@ -149,6 +150,7 @@ def register() -> None:
     library.impl("tensor_split.tensor_indices_or_sections", _tensor_split, "AutogradPrivateUse1")
     library.impl("tensor_split.tensor_indices_or_sections", _tensor_split, "PrivateUse1")
     _attention(library)
+    _keep_whole(library)
     _autocast(library)
     torch.Generator = random.Generator  # type: ignore[misc, assignment]
     torch.__future__.set_swap_module_params_on_conversion(True)
@@ -176,17 +178,17 @@ def _attention(library: torch.library.Library) -> None:
     """Keep scaled_dot_product_attention whole: without a gradient as one operator, with one as the fused kernel that
     has its own derivative; only dropout takes torch's written-out form."""
     aten = torch.ops.aten
+    whole = aten.scaled_dot_product_attention.default
 
     def attention(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
         dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
     ) -> Any:  # fmt: skip
-        tensors = [t for t in (query, key, value, attn_mask) if t is not None]
-        if not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
-            with torch_private.below_autograd():
-                return aten.scaled_dot_product_attention.default(
-                    query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-                )
+        if not _needs_gradient(query, key, value, attn_mask):
+            return dispatch(
+                DTensor, whole, (), (query, key, value, attn_mask, dropout_p, is_causal),
+                {"scale": scale, "enable_gqa": enable_gqa},
+            )  # fmt: skip
         fused = dropout_p == 0 and query.dim() == 4 and not (attn_mask is not None and attn_mask.requires_grad)
         if not fused:
             return aten._scaled_dot_product_attention_math.default(
@@ -199,6 +201,25 @@ def _attention(library: torch.library.Library) -> None:
         )[0]
 
     library.impl("scaled_dot_product_attention", attention, "AutogradPrivateUse1")
+
+
+def _needs_gradient(*tensors: torch.Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def _keep_whole(library: torch.library.Library) -> None:
+    """linear and layer_norm as one operator where autograd does not need their parts."""
+    for whole in (torch.ops.aten.linear.default, torch.ops.aten.layer_norm.default):
+        library.impl(torch_private.overload_name(whole), _whole(whole), "AutogradPrivateUse1")
+
+
+def _whole(func: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if _needs_gradient(*(a for a in args if isinstance(a, torch.Tensor))):
+            return func.decompose(*args, **kwargs)
+        return dispatch(DTensor, func, (), args, kwargs)
+
+    return call
 
 
 # Autocast policy: the CPU's lists of torch 2.13 (aten/src/ATen/autocast_mode.h), so that results match torch's there.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from dtorch.client import aliasing, random, shadow
-from dtorch.client.handle import Handle
+from dtorch.client.handle import Family, Handle
 from dtorch.client.lower import Ready, encode_plan, mark
 from dtorch.client.notices import is_strict, note_fallback, refuse_hidden_moves
 from dtorch.client.session import Session
@@ -56,8 +56,8 @@ class Info:
         )
 
 
-# The result's shape or dtype depends on these operators' numbers.
-_SHAPED_BY_NUMBERS = frozenset({"arange", "range", "linspace", "logspace"})
+# The result's shape, dtype or placements depend on these operators' numbers.
+_SHAPED_BY_NUMBERS = frozenset({"arange", "range", "linspace", "logspace", "histc"})
 _INFO: dict[Any, Info] = {}
 find_special: Callable[[Any], Special | None] = lambda func: SPECIAL.get(func)  # noqa: E731  (set by specials)
 
@@ -78,9 +78,11 @@ def dispatch(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwarg
     return run(cls, func, info, args, kwargs)
 
 
-def run(cls: type, func: Any, info: Info, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+def run(  # noqa: PLR0911, PLR0912, PLR0915, C901  (one loop, kept flat because every operator passes through it)
+    cls: type, func: Any, info: Info, args: tuple[Any, ...], kwargs: dict[str, Any] | None
+) -> Any:
     """Find or make the plan of a call and run it."""
-    key: list[Any] = [func, _default_dtype()]
+    key: list[Any] = [info, _default_dtype()]
     ids: list[Any] = []
     handle: Any = None
     add = key.append
@@ -90,10 +92,12 @@ def run(cls: type, func: Any, info: Info, args: tuple[Any, ...], kwargs: dict[st
         t = type(a)
         if t is cls:
             handle = a._h
-            if handle.view is not None:
-                aliasing.refresh(a)
-                handle = a._h
-            if handle.shadow is None:
+            if handle.odd:
+                if handle._view is not None:
+                    aliasing.refresh(a)
+                if handle._shadow is None:
+                    shadowed = False
+            else:
                 shadowed = False
             add(handle.spec)
             ids.append(handle.id)
@@ -103,24 +107,26 @@ def run(cls: type, func: Any, info: Info, args: tuple[Any, ...], kwargs: dict[st
                 ids.append(a)
             else:
                 add(a)
+        elif a is None:
+            add(None)
         elif t is float:
             add(float)
             if i in info.numbers:
                 ids.append(a)
             else:
                 add(a)
-        elif a is None:
-            add(None)
         elif t is list or t is tuple:
             add(len(a))
             for x in a:
                 tx = type(x)
                 if tx is cls:
                     handle = x._h
-                    if handle.view is not None:
-                        aliasing.refresh(x)
-                        handle = x._h
-                    if handle.shadow is None:
+                    if handle.odd:
+                        if handle._view is not None:
+                            aliasing.refresh(x)
+                        if handle._shadow is None:
+                            shadowed = False
+                    else:
                         shadowed = False
                     add(handle.spec)
                     ids.append(handle.id)
@@ -149,10 +155,12 @@ def run(cls: type, func: Any, info: Info, args: tuple[Any, ...], kwargs: dict[st
             add(name)
             if t is cls:
                 handle = a._h
-                if handle.view is not None:
-                    aliasing.refresh(a)
-                    handle = a._h
-                if handle.shadow is None:
+                if handle.odd:
+                    if handle._view is not None:
+                        aliasing.refresh(a)
+                    if handle._shadow is None:
+                        shadowed = False
+                else:
                     shadowed = False
                 add(handle.spec)
                 ids.append(handle.id)
@@ -200,22 +208,36 @@ def run(cls: type, func: Any, info: Info, args: tuple[Any, ...], kwargs: dict[st
             return run(cls, func, info, args, kwargs)
     if ready.moves and (session.config.strict or is_strict()):
         refuse_hidden_moves(ready.plan)
-    if ready.plain and session.observer is None and not shadowed:
-        new = session.ids()
-        buf = session.buf
-        if session.dead:
-            session.release()
-        ids.append(new)
-        session.sites.append(caller(_getframe(2)))
-        buf.extend((ready.code, *ids))
-        if session._immediate or session._asleep or len(buf) > 320:
-            session.emitted()
-        out = ready.one()
+    slot = ready.view_slot
+    if shadowed or not ready.plain or session.observer is not None or (slot is not None and args[0]._h._view is not None):
+        return run_ready(cls, session, ready, func, info, args, kwargs or _NO_KWARGS, ids)
+    new = session.ids()
+    buf = session.buf
+    session.sites.append(caller(_getframe(2)))
+    buf.extend((ready.code, *ids, new))
+    if len(buf) > session.limit:
+        session.emitted()
+    if slot is None:
+        out = ready.make(cls, ready.shape, ready.stride, None, None, ready.dtype, _STRIDED, ready.device)
         out._h = Handle(new, ready.spec, session)
         return out
-    return run_ready(cls, session, ready, func, info, args, kwargs or _NO_KWARGS, ids, shadowed)
+    base = args[0]
+    offset = base.storage_offset() + ready.offset
+    if _inference() and not base.is_inference():
+        # A view of a normal tensor is a normal tensor: torch refuses to count versions of an inference tensor.
+        with torch.inference_mode(False):
+            out = ready.make(cls, ready.shape, ready.stride, offset, None, ready.dtype, _STRIDED, ready.device)
+    else:
+        out = ready.make(cls, ready.shape, ready.stride, offset, None, ready.dtype, _STRIDED, ready.device)
+    out._h = h = Handle(new, ready.spec, session)
+    family = base._h.family
+    if family is None:
+        family = base._h.family = Family()
+    h.family = family
+    return out
 
 
+_STRIDED = torch.strided
 _CONSTANTS = (torch.dtype, torch.memory_format, torch.layout)
 
 
@@ -267,11 +289,12 @@ def tensors_of(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
 
 def run_ready(
     cls: type, session: Session, ready: Ready, func: Any, info: Info, args: tuple[Any, ...], kwargs: dict[str, Any],
-    ids: list[Any], shadowed: bool,
+    ids: list[Any],
 ) -> Any:  # fmt: skip
-    """Run a plan with more to it than one new result: views, writes, several results, random numbers, waiting."""
+    """Run a plan with more to it than one new result: writes, several results, random numbers, waiting, host copies."""
     plan = ready.plan
     slots = tensors_of(cls, args, kwargs)
+    shadowed = all(t._h._shadow is not None for t in slots)
     if plan.random:
         ids.append(random.generator_number(session, kwargs.get("generator"), plan.mesh))
     request = None
@@ -280,8 +303,6 @@ def run_ready(
         first = session.ids() if new else 0
         for _ in new[1:]:
             session.ids()
-        if session.dead:
-            session.release()
         if new:
             ids.append(first)
         if plan.dynamic:
@@ -329,7 +350,7 @@ def wrap_results(cls: type, session: Session, ready: Ready, slots: list[Any], fi
             outs.append(slots[r.alias])
             continue
         assert r.spec is not None
-        spec = session.intern(r.spec)
+        spec = r.spec
         base = slots[r.alias] if r.alias is not None else None
         if base is not None and not plan.copies_view:
             offset = base.storage_offset() + r.offset if r.offset or base.storage_offset() else None

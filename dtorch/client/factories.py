@@ -64,8 +64,6 @@ def create(
     operands: list[Any] = []
     if is_random:
         operands.append(random.generator_number(session, generator, mesh))
-    if session.dead:
-        session.release()
     session.sites.append(caller(sys._getframe(1)))
     session.buf.extend((ready.code, *operands, new))
     session.emitted()

@@ -44,21 +44,41 @@ class Handle:
         id: the tensor's number in its session.
         spec: shape, strides, dtype, mesh and placements.
         family: tensors that share its memory; ``None`` until it is viewed.
-        view: set when this is a copied view.
-        shadow: a host tensor of the same value, or ``None``.
         depth: operators between host data and the shadow.
+        odd: whether it is a copied view or has a shadow: the dispatcher looks closer then.
     """
 
-    __slots__ = ("depth", "family", "id", "session", "shadow", "spec", "view")
+    __slots__ = ("_shadow", "_view", "depth", "family", "id", "odd", "session", "spec")
 
     def __init__(self, id_: int, spec: TensorSpec, session: Session) -> None:
         self.id = id_
         self.spec = spec
         self.session = session
         self.family: Family | None = None
-        self.view: CopiedView | None = None
-        self.shadow: Any = None
+        self._view: CopiedView | None = None
+        self._shadow: Any = None
         self.depth = 0
+        self.odd = False
+
+    @property
+    def view(self) -> CopiedView | None:
+        """Set when this is a copied view."""
+        return self._view
+
+    @view.setter
+    def view(self, value: CopiedView | None) -> None:
+        self._view = value
+        self.odd = value is not None or self._shadow is not None
+
+    @property
+    def shadow(self) -> Any:
+        """A host tensor of the same value, or ``None``; see ``wrap.live_shadow``."""
+        return self._shadow
+
+    @shadow.setter
+    def shadow(self, value: Any) -> None:
+        self._shadow = value
+        self.odd = value is not None or self._view is not None
 
     def __del__(self) -> None:
-        self.session.dead.append(self.id)
+        self.session.buf.append(-self.id)  # in the stream, a negative value frees that tensor

@@ -22,33 +22,37 @@ class Ready:
 
     Attributes:
         code: command code that runs it.
-        one: constructor of the wrapper when there is exactly one new result and nothing else to do, else ``None``.
-        spec: that result's spec.
-        plain: nothing but emitting the command and wrapping results is needed.
+        plain: one new result (perhaps a view of slot ``view_slot``), and emitting the command is all there is to do.
+        shape, stride, dtype, device, spec: of the first result.
+        offset: storage offset of a view relative to its base, in elements.
+        moves: some input is redistributed.
         makers: for each result, constructor of its wrapper, or ``None`` when it is an argument.
     """
 
-    __slots__ = ("code", "makers", "moves", "one", "plain", "plan", "spec", "view_slot")
+    __slots__ = (
+        "code", "device", "dtype", "make", "makers", "moves", "offset", "plain", "plan", "shape", "spec", "stride",
+        "view_slot",
+    )  # fmt: skip
 
     def __init__(self, session: Session, plan: Plan, code: int, cls: type, alias_slot: int | None) -> None:
         self.plan, self.code = plan, code
+        self.make = make_wrapper_subclass
         self.makers: list[Callable[..., torch.Tensor] | None] = []
-        device = torch.device("dtorch", plan.mesh.id)
+        self.device = torch.device("dtorch", plan.mesh.id)
         for r in plan.results:
-            if r.spec is None or r.same:
-                self.makers.append(None)
-            else:
-                self.makers.append(wrapper_maker(cls, session.intern(r.spec), device))
+            self.makers.append(None if r.spec is None or r.same else wrapper_maker(cls, r.spec, self.device))
         single = len(plan.results) == 1 and self.makers[0] is not None and plan.template == 0
         self.moves = bool(plan.moves or plan.back)
         special = plan.dynamic or plan.random or plan.reduce or plan.back or plan.copies_view or plan.fallback
         written = any(True for _ in plan.call.written_slots())
         bits = any(r.conj or r.neg for r in plan.results)
         self.view_slot = alias_slot
-        self.plain = bool(single and not special and not written and not bits and alias_slot is None)
-        self.one = self.makers[0] if self.plain else None
-        first = plan.results[0].spec if plan.results else None
-        self.spec = None if first is None else session.intern(first)
+        # The first tensor argument stands at its slot's place in the arguments when it is slot 0.
+        self.plain = bool(single and not special and not written and not bits and alias_slot in (None, 0))
+        self.spec = plan.results[0].spec if plan.results else None
+        self.offset = plan.results[0].offset if plan.results else 0
+        if self.spec is not None:
+            self.shape, self.stride, self.dtype = torch.Size(self.spec.shape), self.spec.stride, self.spec.dtype
 
 
 def wrapper_maker(cls: type, spec: TensorSpec, device: torch.device) -> Callable[..., torch.Tensor]:

@@ -157,7 +157,7 @@ def _carry(session: Session, stream: Stream, mesh: MeshLayout) -> None:
         number = session.spec_id(here)
         session.buf.extend((C.STATE, stream.number, a, number))
     emit_move(session, a, here, b, there)
-    session.buf.extend((C.RESTORE, stream.number, b, C.FREE, 2, a, b))
+    session.buf.extend((C.RESTORE, stream.number, b, -a, -b))
 
 
 def get_state(stream: Stream, session: Session | None = None) -> torch.Tensor:

@@ -59,7 +59,7 @@ class Session:
 
     Attributes:
         buf: commands not sent yet.
-        dead: ids of tensors that Python has dropped.
+        limit: length of ``buf`` beyond which ``emitted`` must be called.
         ids: next free tensor id.
         plans: call key -> ready plan.
     """
@@ -70,7 +70,6 @@ class Session:
         self.lock = threading.RLock()
         self.buf: list[Any] = []
         self.frames: list[bytes | memoryview] = []
-        self.dead: list[int] = []
         self.sites: deque[Site] = deque()
         self.ids: Callable[[], int] = itertools.count(1).__next__
         self.plans: dict[Any, Ready] = {}
@@ -81,7 +80,6 @@ class Session:
         self._request_ids = itertools.count(1)
         self._meshes: list[DeviceMesh] = []
         self._layouts: dict[Any, MeshLayout] = {}
-        self._specs: dict[TensorSpec, TensorSpec] = {}
         self._spec_ids: dict[TensorSpec, int] = {}
         self._plan_ids = itertools.count()
         self._definitions: list[Any] = []
@@ -96,7 +94,7 @@ class Session:
         self._flushes = 0
         self._immediate = config.mode == "inline"
         self._wake = threading.Event()
-        self._asleep = True
+        self.limit = -1
         self._timer: threading.Thread | None = None
         os.register_at_fork(after_in_child=self._forked)
 
@@ -171,10 +169,6 @@ class Session:
         """The workers that host devices of the mesh."""
         return {self._device_worker[d] for d in layout.devices}
 
-    def intern(self, spec: TensorSpec) -> TensorSpec:
-        """The one object that stands for this spec, so that comparing specs is comparing identities."""
-        return self._specs.setdefault(spec, spec)
-
     def make_spec(
         self,
         mesh: MeshLayout,
@@ -183,8 +177,8 @@ class Session:
         stride: Sequence[int],
         dtype: torch.dtype,
     ) -> TensorSpec:
-        """An interned spec."""
-        return self.intern(TensorSpec(mesh, placements, tuple(shape), tuple(stride), dtype))
+        """The spec of these values."""
+        return TensorSpec(mesh, placements, tuple(shape), tuple(stride), dtype)
 
     def spec_id(self, spec: TensorSpec) -> int:
         """Number of the spec on the wire; sends it on first use."""
@@ -215,16 +209,8 @@ class Session:
         """To be called after commands were appended: sends when enough has gathered."""
         if self._immediate or len(self.buf) > _BATCH_VALUES:
             self.flush()
-        elif self._asleep:
+        elif self.limit < 0:
             self._start_timer()
-
-    def release(self) -> None:
-        """Append the ids that Python dropped as one FREE command."""
-        dead = self.dead
-        n = len(dead)
-        ids = dead[:n]
-        del dead[:n]
-        self.buf.extend((C.FREE, len(ids), *ids))
 
     def upload(self, tensor_id: int, spec: TensorSpec, data: bytes | memoryview) -> None:
         """Append a PUT of these bytes (row-major, of the global tensor)."""
@@ -245,8 +231,6 @@ class Session:
         """
         with self.lock:
             self.check_open()
-            if self.dead:
-                self.release()
             n = len(self.buf)
             if not n:
                 return
@@ -442,7 +426,7 @@ class Session:
             if self._timer is None:
                 self._timer = threading.Thread(target=self._tick, name="dtorch-flush", daemon=True)
                 self._timer.start()
-            self._asleep = False
+            self.limit = _BATCH_VALUES
             self._wake.set()
 
     def _tick(self) -> None:
@@ -450,7 +434,7 @@ class Session:
         idle, seen = 0, -1
         while self.closed is None:
             time.sleep(_LINGER_S)
-            if (self.buf or self.dead) and self._flushes == seen:
+            if self.buf and self._flushes == seen:
                 idle = 0
                 try:
                     self.flush()
@@ -468,6 +452,6 @@ class Session:
             seen = self._flushes
             if idle > 250:
                 self._wake.clear()
-                self._asleep = True
+                self.limit = -1
                 self._wake.wait()
                 idle = 0

@@ -292,7 +292,7 @@ def native_batch_norm(cls: type, func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 # Composites that stay whole when autograd does not need their parts: workers have one kernel for them, or one message
 # says what several would.
-WHOLE = frozenset({"aten::linear", "aten::matmul", "aten::scaled_dot_product_attention", "aten::rms_norm"})
+WHOLE = frozenset({"aten::linear", "aten::matmul", "aten::scaled_dot_product_attention", "aten::rms_norm", "aten::layer_norm"})
 
 
 def _decompose(cls: type, func: Any, args: Args, kwargs: Kwargs) -> Any:

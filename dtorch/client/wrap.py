@@ -30,7 +30,7 @@ class _Class:
 
 def wrap(session: Session, tensor_id: int, spec: TensorSpec, offset: int = 0) -> Any:
     """A wrapper for an existing id."""
-    spec = session.intern(spec)
+    spec = spec
     make = wrapper_maker(_Class.tensor, spec, torch.device("dtorch", spec.mesh.id))
     out: Any = make(storage_offset=offset or None)
     out._h = Handle(tensor_id, spec, session)
@@ -56,6 +56,7 @@ def host_bytes(t: torch.Tensor) -> bytes:
 
 def put(session: Session, t: torch.Tensor, mesh: MeshLayout, placements: tuple[Placement, ...] | None = None) -> Any:
     """Upload a plain tensor; every device keeps its part. Strides follow torch's ``.to(device)``."""
+    parameter = t.requires_grad  # trained, not steered by
     with torch.no_grad(), torch.inference_mode(False):
         t = t.detach()
         stride = torch.empty_like(t, device="meta").stride() if t.layout == torch.strided else t.stride()
@@ -65,7 +66,7 @@ def put(session: Session, t: torch.Tensor, mesh: MeshLayout, placements: tuple[P
     new = session.ids()
     session.upload(new, spec, host_bytes(t))
     out = wrap(session, new, spec)
-    if small_enough(t.shape, t.dtype):
+    if small_enough(t.shape, t.dtype) and not parameter:
         out._h.shadow = t.detach().cpu().clone()
     return out if held == whole else move(out, session.make_spec(mesh, whole, t.shape, stride, t.dtype))
 
@@ -125,7 +126,7 @@ def reduced(t: Any) -> Any:
         return t
     placements = tuple(REPLICATE if p.is_partial() else p for p in h.spec.placements)
     if h.family is None:
-        replace(t, h.session.intern(h.spec.replace(placements)))
+        replace(t, h.spec.replace(placements))
         return t
     return move(t, moved_spec(h.session, h.spec, h.spec.mesh, placements))
 

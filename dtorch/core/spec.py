@@ -7,8 +7,9 @@ that must know local shapes (planner, workers, redistribution, the client when i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
+from typing import Any
 
 import torch
 
@@ -17,9 +18,27 @@ from dtorch.core.placements import Partial, Placement, Replicate, Shard
 Box = tuple[tuple[int, int], ...]
 
 
-@dataclass(frozen=True)
-class MeshLayout:
-    """The devices of a mesh as plain values: what planner and workers need of it.
+class Interned(type):
+    """Values made from equal arguments are one object: comparing and hashing them is comparing identities."""
+
+    _made: dict[Any, Any]
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if kwargs:
+            names = [f.name for f in fields(cls)][len(args) :]  # type: ignore[arg-type]
+            args = (*args, *(kwargs[n] for n in names))
+        try:
+            return cls._made[args]
+        except KeyError:
+            return cls._made.setdefault(args, super().__call__(*args))
+        except AttributeError:
+            cls._made = {}
+            return cls(*args)
+
+
+@dataclass(frozen=True, eq=False)
+class MeshLayout(metaclass=Interned):
+    """The devices of a mesh as plain values: what planner and workers need of it. Equal layouts are one object.
 
     Attributes:
         id: number of the mesh within its session, the index of its torch device.
@@ -111,24 +130,15 @@ def dense_strides(shape: Sequence[int], global_shape: Sequence[int], global_stri
     return tuple(out)
 
 
-@dataclass(frozen=True)
-class TensorSpec:
-    """Shape, strides (elements), dtype and placements of one distributed tensor on one mesh. Interned by the client."""
+@dataclass(frozen=True, eq=False)
+class TensorSpec(metaclass=Interned):
+    """Shape, strides (elements), dtype and placements of one distributed tensor on one mesh. Equal specs are one object."""
 
     mesh: MeshLayout
     placements: tuple[Placement, ...]
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
-    _hash: int = field(init=False, repr=False, compare=False, default=0)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(
-            self, "_hash", hash((self.mesh.id, self.placements, self.shape, self.stride, self.dtype))
-        )
-
-    def __hash__(self) -> int:
-        return self._hash
 
     @property
     def ndim(self) -> int:

@@ -46,7 +46,7 @@ def register_backend(name: str, module: Any) -> None:
 
 def overload_name(func: Any) -> str:
     """The name under which ``torch.library`` registers a kernel for an overload."""
-    name = func._schema.name.split("::")[1]
+    name: str = func._schema.name.split("::")[1]
     return name if func._overloadname == "default" else f"{name}.{func._overloadname}"
 
 

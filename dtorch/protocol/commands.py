@@ -4,7 +4,7 @@ A batch payload is a msgpack list of commands laid out flat, followed by raw buf
 ``list.extend``:
 
     code >= FIRST_PLAN   run plan (code - FIRST_PLAN): input ids, scalars, then the id of the first new result
-    FREE      n, ids...                    forget tensors
+    negative                               forget tensor -code
     MESH      id, shape, devices, workers  the mesh's devices and the worker of each
     SPEC      id, data                     a tensor spec (protocol.values.encode_spec)
     PLAN      id, data                     a plan (protocol.plans.encode_plan)
@@ -19,7 +19,7 @@ A batch payload is a msgpack list of commands laid out flat, followed by raw buf
 
 from __future__ import annotations
 
-FREE, MESH, SPEC, PLAN, PUT, FETCH, SEED, STATE, RESTORE, SYNC, COUNT = range(11)
+MESH, SPEC, PLAN, PUT, FETCH, SEED, STATE, RESTORE, SYNC, COUNT = range(10)
 FIRST_PLAN = 32
 
 # Replies from a worker: a msgpack list [kind, ...] and raw buffers as further frames.

@@ -47,7 +47,7 @@ class Executor:
         self.store: dict[int, Any] = {}
         self.serial = 0  # operators seen so far, the client's numbering
         self._handlers: list[Callable[[list[Any], int, Sequence[memoryview]], int]] = [
-            self._free, self._mesh, self._spec, self._plan, self._put, self._fetch, self._seed, self._state,
+            self._mesh, self._spec, self._plan, self._put, self._fetch, self._seed, self._state,
             self._restore, self._sync, self._count,
         ]  # fmt: skip
 
@@ -61,7 +61,7 @@ class Executor:
         i, end = 0, len(commands)
         serial = self.serial
         programs, store, handlers = self.programs, self.store, self._handlers
-        first = C.FIRST_PLAN
+        first, pop = C.FIRST_PLAN, store.pop
         with torch.inference_mode(False), torch.no_grad():
             while i < end:
                 code = commands[i]
@@ -82,6 +82,9 @@ class Executor:
                             self._failed(program, commands, i + 1, serial, e)
                         i += program.width
                     serial += 1
+                elif code < 0:
+                    pop(-code, None)
+                    i += 1
                 else:
                     self.serial = serial
                     i = handlers[code](commands, i + 1, frames)
@@ -180,13 +183,6 @@ class Executor:
         self._send([msgpack.packb(header), *buffers])
 
     # -- other commands: each gets the list, the index of its first operand and the frames; returns the next index ----
-    def _free(self, c: list[Any], i: int, frames: Sequence[Any]) -> int:
-        n = c[i]
-        pop = self.store.pop
-        for x in c[i + 1 : i + 1 + n]:
-            pop(x, None)
-        return i + 1 + n  # type: ignore[no-any-return]
-
     def _mesh(self, c: list[Any], i: int, frames: Sequence[Any]) -> int:
         mesh_id, shape, devices, workers = c[i : i + 4]
         layout = MeshLayout(mesh_id, tuple(shape), tuple(devices))

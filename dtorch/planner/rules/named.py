@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dtorch.planner.call import Call
-from dtorch.planner.rule import Labels
+from dtorch.planner.rule import Label, Labels
 
 # Runs the operator unless this device's piece of a cut dimension is empty, which many operators refuse.
 UNLESS_EMPTY = "unless_empty"
@@ -25,6 +25,11 @@ def slots(call: Call, **labels: Labels) -> list[Labels]:
 def wanted(call: Call, outputs: Sequence[Any], mask: str = "output_mask") -> list[Any]:
     """Those of the outputs that the call's ``output_mask`` asks for."""
     return [labels for labels, asked in zip(outputs, call[mask], strict=True) if asked]
+
+
+def sums(labels: Labels) -> dict[Label, str]:
+    """For ``Rule.reduce``: each of the labels leaves sums in results that lack it."""
+    return {x: "sum" for x in labels if x is not None}
 
 
 def leading(ndim: int, whole: int) -> Labels:

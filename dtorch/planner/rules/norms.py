@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from dtorch.planner.call import Call
-from dtorch.planner.rule import Label, Labels, Rule, rule
-from dtorch.planner.rules.named import UNLESS_EMPTY, leading, slots, wanted
+from dtorch.planner.rule import Labels, Rule, rule
+from dtorch.planner.rules.named import UNLESS_EMPTY, leading, slots, sums, wanted
 
 
 @rule(
@@ -20,11 +20,6 @@ def softmax(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
     n = call.first.ndim
     labels = tuple(None if i == call["dim"] % n else i for i in range(n)) if n else ()
     return Rule([labels] * len(call.specs), [labels])
-
-
-def _sums(labels: Labels) -> dict[Label, str]:
-    """Every label completes results that lack it by a sum."""
-    return {x: "sum" for x in labels if x is not None}
 
 
 @rule("aten.native_layer_norm", "aten._fused_rms_norm", "aten.rms_norm")
@@ -41,7 +36,7 @@ def layer_norm_backward(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
     labels = leading(call.first.ndim, whole)
     inputs = slots(call, grad_out=labels, input=labels, mean=labels, rstd=labels)
     outputs = wanted(call, [labels, (None,) * whole, (None,) * whole][: len(call["output_mask"])])
-    return Rule(inputs, outputs, reduce=_sums(labels), kernel=UNLESS_EMPTY)
+    return Rule(inputs, outputs, reduce=sums(labels), kernel=UNLESS_EMPTY)
 
 
 @rule("aten.native_group_norm")
@@ -59,7 +54,7 @@ def group_norm_backward(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
     labels: Labels = ("n", "c", *(None,) * (call.first.ndim - 2))
     inputs = slots(call, grad_out=labels, input=labels, mean=("n", "c"), rstd=("n", "c"), weight=("c",))
     outputs = wanted(call, [labels, ("c",), ("c",)])
-    return Rule(inputs, outputs, reduce=_sums(("n",)), units={"c": call["group"]}, kernel="group_norm_piece")
+    return Rule(inputs, outputs, reduce=sums(("n",)), units={"c": call["group"]}, kernel="group_norm_piece")
 
 
 _CHANNEL: Labels = ("c",)
@@ -94,5 +89,5 @@ def batch_norm_backward(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
         if name in call.slots and call.spec(name).numel:
             per_channel[name] = _CHANNEL
     inputs = slots(call, grad_out=labels, input=labels, **per_channel)
-    sums = _sums(tuple(x for x in labels if x != "c"))
+    sums = sums(tuple(x for x in labels if x != "c"))
     return Rule(inputs, wanted(call, [labels, _CHANNEL, _CHANNEL]), reduce=sums, kernel=UNLESS_EMPTY)

@@ -1,0 +1,115 @@
+"""Attention, and the product of three tensors behind bilinear layers.
+
+Shapes: query (*batch, heads, rows, features), key (*batch, heads, columns, features), value (*batch, heads, columns,
+values). Batch and heads are independent, rows are when every device has all keys and values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from dtorch.planner.call import Call
+from dtorch.planner.rule import Label, Labels, NoRule, Rule, replicated, rule
+from dtorch.planner.rules.named import UNLESS_EMPTY, leading, slots, sums
+from dtorch.planner.rules.pointwise import broadcast_labels
+
+
+class _Sides:
+    """Labels of query, key, value and mask, and of what has a row for each row of the query.
+
+    Where several query heads share one of key and value, and the latter's heads cannot be cut as the former's are,
+    key and value stay whole and a device picks the heads it needs (``kernel`` knows).
+    """
+
+    def __init__(self, call: Call, shape: Sequence[int], values: Label) -> None:
+        query, key, value = (call.spec(x) for x in ("query", "key", "value"))
+        batch = tuple(shape[:-2])
+        self.units: dict[Label, int] = {}
+        self.batch = broadcast_labels(batch, batch)
+        self.query: Labels = (*broadcast_labels(query.shape[:-2], batch), "row", None)
+        self.result: Labels = (*self.batch, "row", values)
+        shared, heads = query.ndim > 2 and key.shape[-3] != query.shape[-3], self.batch[-1:]
+        sides = []
+        for spec in (key, value):
+            labels = broadcast_labels(spec.shape[:-2], batch)
+            if shared and spec.shape[-3] > 1 and spec.shape[-3] % query.shards_of(query.ndim - 3) == 0:
+                self.units[heads[0]] = spec.shape[-3]
+                labels = (*labels[:-1], *heads)
+            sides.append(labels)
+        self.key: Labels = (*sides[0], None, None)
+        self.value: Labels = (*sides[1], None, values)
+        self.mask: Labels = ()
+        if "attn_mask" in call.slots:
+            mask = call.spec("attn_mask").shape
+            rows = "row" if len(mask) > 1 and mask[-2] == query.shape[-2] else None
+            self.mask = (*broadcast_labels(mask[:-2], batch), rows, None)[-len(mask) :]
+
+    def inputs(self, call: Call) -> list[Labels]:
+        return slots(call, query=self.query, key=self.key, value=self.value, attn_mask=self.mask)
+
+
+@rule("aten.scaled_dot_product_attention")
+def attention(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
+    """One operator for all of it; dropout draws for the whole tensor, so it needs it."""
+    if call["dropout_p"]:
+        whole = replicated(call, outs)
+        return Rule(whole.inputs, whole.outputs, kernel="random")
+    side = _Sides(call, tuple(outs[0].shape), "value")
+    return Rule(side.inputs(call), [side.result], units=side.units, kernel="attention_piece")
+
+
+@rule("aten._scaled_dot_product_flash_attention_for_cpu")
+def flash_attention(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
+    """What training uses, without dropout: also gives the logarithm of each row's sum."""
+    if call["dropout_p"]:
+        raise NoRule("flash attention with dropout")
+    side = _Sides(call, tuple(outs[0].shape), None)
+    outputs = [side.result, (*side.batch, "row")]
+    return Rule(side.inputs(call), outputs, units=side.units, kernel="attention_piece")
+
+
+@rule("aten._scaled_dot_product_flash_attention_for_cpu_backward")
+def flash_attention_backward(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
+    """Gradients of key and value are sums over the rows, and over the query heads that share them."""
+    side = _Sides(call, call.spec("grad_out").shape, None)
+    inputs = slots(
+        call, query=side.query, key=side.key, value=side.value, attn_mask=side.mask, grad_out=side.result,
+        out=side.result, logsumexp=(*side.batch, "row"),
+    )  # fmt: skip
+    outputs = [side.query, side.key, side.value]
+    return Rule(inputs, outputs, reduce=sums(side.result), units=side.units, kernel="attention_backward_piece")
+
+
+@rule("aten._transformer_encoder_layer_fwd", "aten._native_multi_head_attention")
+def encoder_layer(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
+    """A whole layer for inference, (samples, rows, features): only samples are independent."""
+    labels = leading(3, 2)
+    mask: Labels = ()
+    if "mask" in call.slots:
+        spec = call.spec("mask")
+        each = spec.ndim > 2 or call["mask_type"] == 1  # a row of padding, or a whole mask, for each sample
+        mask = ("each" if False else 0, *(None,) * (spec.ndim - 1)) if each else (None,) * spec.ndim
+    data = {n: labels for n in ("src", "query", "key", "value") if n in call.slots}
+    outputs = [leading(o.ndim, o.ndim - 1) for o in outs]
+    return Rule(slots(call, mask=mask, **data), outputs, kernel=UNLESS_EMPTY)
+
+
+@rule("aten._trilinear")
+def trilinear(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
+    """Three tensors, unsqueezed at the dimensions named, are multiplied and summed over others."""
+    expand = [set(call[f"expand{k}"]) for k in (1, 2, 3)]
+    total = call.first.ndim + len(expand[0])
+    gone = set(call["sumdim"])
+    inputs = [tuple(d for d in range(total) if d not in e) for e in expand]
+    outputs = [tuple(d for d in range(total) if d not in gone)]
+    # A dimension that only size-one tensors have in common is not one to cut along.
+    sizes: dict[int, int] = {}
+    for labels, spec in zip(inputs, call.specs, strict=True):
+        for d, n in zip(labels, spec.shape, strict=True):
+            sizes[d] = max(sizes.get(d, 1), n)
+    kept = [tuple(d if n == sizes[d] else None for d, n in zip(labels, spec.shape, strict=True))
+            for labels, spec in zip(inputs, call.specs, strict=True)]  # fmt: skip
+    known = {d for labels in kept for d in labels}
+    return Rule(kept, [tuple(d if d in known else None for d in outputs[0])], reduce=sums(tuple(gone)), kernel=UNLESS_EMPTY)
