@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from dtorch.client import backend, factories, graph, random
+from dtorch.client.explain import Explanation, explain
 from dtorch.client.graph import Graph
 from dtorch.client.notices import FallbackWarning, fallbacks, strict
 from dtorch.client.tensor import DTensor, distribute_tensor
@@ -200,8 +201,8 @@ randint_like = _like(torch.randint_like, "randint_like")
 Generator = random.Generator
 
 __all__ = [
-    "DTensor", "FallbackWarning", "Generator", "Graph", "SessionConfig", "Tensor", "arange", "distribute_tensor", "empty",
-    "empty_like", "eye", "fallbacks", "full", "full_like", "init", "linspace", "ones", "ones_like", "rand", "rand_like",
+    "DTensor", "Explanation", "FallbackWarning", "Generator", "Graph", "SessionConfig", "Tensor", "arange", "distribute_tensor", "empty",
+    "empty_like", "explain", "eye", "fallbacks", "full", "full_like", "init", "linspace", "ones", "ones_like", "rand", "rand_like",
     "randint", "randint_like", "randn", "randn_like", "shutdown", "strict", "synchronize", "tensor", "workers", "zeros",
     "zeros_like",
 ]  # fmt: skip

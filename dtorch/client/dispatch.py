@@ -311,7 +311,7 @@ def run_ready(
         session.sites.append(caller(_getframe(3)))
         session.buf.extend((ready.code, *ids))
     if session.observer is not None:
-        session.observer(func, plan)
+        session.observer.ran(plan, _getframe(3))
     if plan.fallback:
         note_fallback(func)
     session.emitted()

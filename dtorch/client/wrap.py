@@ -88,7 +88,7 @@ def emit_move(session: Session, src_id: int, src: TensorSpec, dst_id: int, dst: 
     session.sites.append(caller(sys._getframe(1)))
     session.buf.extend((code, src_id, dst_id))
     if session.observer is not None:
-        session.observer.moved(src, dst, steps)
+        session.observer.moved(src, dst, steps, sys._getframe(1))
     session.emitted()
 
 

@@ -42,6 +42,8 @@ def choose(
         same: for a result that is a written argument, its slot: both have one placement, so none may become Partial
             that was not.
     """
+    if rule.entries:
+        return _choose_entries(rule, specs, mesh, sizes, written)
     ins: list[list[Placement]] = [[] for _ in specs]
     outs: list[list[Placement]] = [[] for _ in rule.outputs]
     cut: dict[Label, int] = {}
@@ -69,6 +71,25 @@ def choose(
         for i, p in enumerate(wanted_out):
             outs[i].append(p)
     return Choice(tuple(map(tuple, ins)), tuple(map(tuple, outs)), frozenset(cut))
+
+
+def _choose_entries(
+    rule: Rule, specs: Sequence[TensorSpec], mesh: MeshLayout, sizes: dict[Label, int], written: frozenset[int]
+) -> Choice:
+    """Each entry of the lists by itself; tensors that belong to all entries are whole."""
+    ins = [(REPLICATE,) * mesh.ndim for _ in specs]
+    outs = [(REPLICATE,) * mesh.ndim for _ in rule.outputs]
+    cut: frozenset[Label] = frozenset()
+    for slots, results in rule.entries:
+        part = Rule([rule.inputs[s] for s in slots], [rule.outputs[i] for i in results], reduce=rule.reduce)
+        local = frozenset(k for k, s in enumerate(slots) if s in written)
+        choice = choose(part, [specs[s] for s in slots], mesh, sizes, local, {})
+        for s, placements in zip(slots, choice.inputs, strict=True):
+            ins[s] = placements
+        for i, placements in zip(results, choice.outputs, strict=True):
+            outs[i] = placements
+        cut |= choice.cut
+    return Choice(tuple(ins), tuple(outs), cut)
 
 
 _Candidate = tuple[list[Placement], list[Placement], Label]

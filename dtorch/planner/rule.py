@@ -34,6 +34,7 @@ class Rule:
         kernels: for a label, the worker kernel that replaces the operator on devices where the label is cut.
         kernel: the worker kernel that replaces the operator whenever some tensor is not replicated.
         resize: (argument name, index of result): the argument is replaced by that result's local shape.
+        entries: for an operator on lists, the slots and results of each entry: no entry minds where others are.
         unused: slots whose values the operator does not read (``zeros_like``): they stay where they are.
         whole: results (by index) that every device computes alike, so that they stay whole although inputs are cut.
     """
@@ -48,6 +49,7 @@ class Rule:
     kernels: Mapping[Label, str] = field(default_factory=dict)
     kernel: str | None = None
     resize: tuple[str, int] | None = None
+    entries: Sequence[tuple[Sequence[int], Sequence[int]]] = ()
     unused: frozenset[int] = frozenset()
     whole: frozenset[int] = frozenset()
 

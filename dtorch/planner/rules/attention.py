@@ -90,7 +90,7 @@ def encoder_layer(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
     if "mask" in call.slots:
         spec = call.spec("mask")
         each = spec.ndim > 2 or call["mask_type"] == 1  # a row of padding, or a whole mask, for each sample
-        mask = ("each" if False else 0, *(None,) * (spec.ndim - 1)) if each else (None,) * spec.ndim
+        mask = leading(spec.ndim, spec.ndim - each)
     data = {n: labels for n in ("src", "query", "key", "value") if n in call.slots}
     outputs = [leading(o.ndim, o.ndim - 1) for o in outs]
     return Rule(slots(call, mask=mask, **data), outputs, kernel=UNLESS_EMPTY)

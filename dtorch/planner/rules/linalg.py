@@ -99,6 +99,12 @@ def pinv(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
     return Rule([matrices, *(broadcast_labels(s.shape, stack) for s in call.specs[1:])], [matrices])
 
 
+@rule("aten._linalg_check_errors")
+def check_errors(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
+    """Each device looks at the error codes of its own matrices."""
+    return Rule([tuple(range(call.first.ndim))], [])
+
+
 @rule("aten.linalg_lstsq", "aten.dist")
 def whole(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
     """Results depend on everything, or only the workers know their shapes."""

@@ -19,14 +19,15 @@ _UNTAGGED = frozenset(
     randn_like randint_like masked_fill where native_dropout_backward threshold_backward gelu_backward silu_backward
     sigmoid_backward tanh_backward hardtanh_backward leaky_relu_backward elu_backward softplus_backward
     softshrink_backward hardshrink_backward hardsigmoid_backward hardswish_backward mish_backward logit_backward
-    celu_ relu relu6 view_as_real_copy nan_to_num isfinite isinf isnan isreal isposinf isneginf isclose real imag
+    celu relu relu6 view_as_real_copy nan_to_num isfinite isinf isnan isreal isposinf isneginf isclose real imag
     conj_physical _conj_physical resolve_conj resolve_neg _neg_view_copy contiguous is_pinned _fused_dropout
     bernoulli normal uniform random exponential cauchy geometric log_normal native_dropout dropout _conj _neg_view
     log_sigmoid_forward log_sigmoid_backward smooth_l1_loss_backward mse_loss_backward huber_loss_backward
-    special_xlog1py special_zeta polygamma _foobar igamma igammac nextafter ldexp frexp heaviside hypot
+    special_xlog1py special_zeta polygamma igamma igammac nextafter ldexp frexp heaviside hypot
     float_power fmod remainder gcd lcm logaddexp logaddexp2 copysign xlogy lerp addcmul addcdiv clamp clip
     clamp_min clamp_max bitwise_left_shift bitwise_right_shift complex polar fake_quantize_per_tensor_affine
     prelu _prelu_kernel rrelu_with_noise rrelu hardshrink softshrink threshold sgn sign angle view_as_complex_copy
+    alias_copy floor_divide rsub hardswish
     """.split()
 )  # fmt: skip
 
@@ -40,8 +41,8 @@ _LINEAR: dict[str, tuple[frozenset[int], ...]] = {
     "aten.div": (frozenset({0}),),
     "aten.add": (frozenset({0, 1}),),
     "aten.sub": (frozenset({0, 1}),),
+    "aten.rsub": (frozenset({0, 1}),),
     "aten._to_copy": (frozenset({0}),),
-    "aten.zeros_like": (frozenset({0}),),
     "aten.zero": (frozenset({0}),),
     "aten.copy": (frozenset({0, 1}),),
     "aten.native_dropout_backward": (frozenset({0}),),
@@ -85,13 +86,14 @@ def pointwise(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
     if any(o.shape != shape for o in outs):
         raise NoRule(f"{call.name}: a result is smaller than the broadcast shape")
     linear = tuple(s for s in _LINEAR.get(call.name, ()) if all(i < len(call.specs) for i in s))
-    if call.name in ("aten.add", "aten.sub") and len(call.specs) < 2:
+    if call.get("rounding_mode") is not None:
         linear = ()
     if call.name == "aten.copy" and len(call.specs) == 2 and call.specs[0].dtype != call.specs[1].dtype:
         linear = ()
     if call.name in ("aten._to_copy",) and not _widens(call.specs[0].dtype, outs[0].dtype):
         linear = ()
-    return Rule(inputs, outputs, linear=linear, kernel="random" if random else None)
+    unused = frozenset({0} if call.name.endswith("_like") else ())
+    return Rule(inputs, outputs, linear=linear, kernel="random" if random else None, unused=unused)
 
 
 def _widens(source: torch.dtype, target: torch.dtype) -> bool:
@@ -144,7 +146,13 @@ def foreach(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
     for slot in (s for s in call.slots.values() if isinstance(s, int)):
         inputs[slot] = (None,) * call.specs[slot].ndim
     outputs = [broadcast_labels(o.shape, o.shape, prefix=i % length) for i, o in enumerate(outs)]
-    return Rule(inputs, outputs)
+    return Rule(inputs, outputs, entries=_entries(lists, len(outs)))
+
+
+def _entries(lists: Sequence[list[int | None]], results: int) -> list[tuple[list[int], list[int]]]:
+    """Slots and results of each entry."""
+    length = len(lists[0])
+    return [([s for group in lists if (s := group[i]) is not None], list(range(i, results, length))) for i in range(length)]
 
 
 def _entry_shape(specs: Sequence[TensorSpec], lists: Sequence[list[int | None]], i: int) -> tuple[int, ...]:
