@@ -149,7 +149,11 @@ def main() -> int:
         for kind in kinds:
             rounds[kind].append(run(kind, args.calls))
     table = {kind: {op: statistics.median(r[op] for r in rows) for op in OPS} for kind, rows in rounds.items()}
-    print(f"{'us a call, median of ' + str(args.repeats):28s}" + "".join(f"{op:>12s}" for op in OPS) + f"{'geo. mean':>12s}")
+    print(
+        f"{'us a call, median of ' + str(args.repeats):28s}"
+        + "".join(f"{op:>12s}" for op in OPS)
+        + f"{'geo. mean':>12s}"
+    )
     for kind, row in table.items():
         mean = math.exp(statistics.mean(math.log(row[op]) for op in OPS))
         print(f"{kind:28s}" + "".join(f"{row[op]:12.2f}" for op in OPS) + f"{mean:12.2f}")

@@ -20,11 +20,7 @@ _CORE = {
     "CommError": "dtorch.core.errors", "ProtocolError": "dtorch.core.errors",
     "TensorFuture": "dtorch.client.future",
 }  # fmt: skip
-_API = (
-    "DTensor FallbackWarning Generator Graph Tensor arange distribute_tensor empty empty_like eye fallbacks full full_like "
-    "init linspace ones ones_like rand rand_like randint randint_like randn randn_like shutdown strict synchronize tensor "
-    "workers zeros zeros_like explain"
-).split()
+_API = ["DTensor", "FallbackWarning", "Generator", "Graph", "Tensor", "arange", "distribute_tensor", "empty", "empty_like", "eye", "fallbacks", "full", "full_like", "init", "linspace", "ones", "ones_like", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "shutdown", "strict", "synchronize", "tensor", "workers", "zeros", "zeros_like", "explain"]
 _PUBLIC = {**_CORE, **dict.fromkeys(_API, "dtorch.api")}
 
 __all__ = sorted([*_PUBLIC, "__version__"])  # noqa: PLE0605

@@ -139,10 +139,14 @@ def _vector(positional: tuple[Any, ...]) -> int:
 zeros = _factory(_sized(aten.zeros.default), _first, "zeros", "Zeros of the given size.")
 ones = _factory(_sized(aten.ones.default), _first, "ones", "Ones of the given size.")
 empty = _factory(_sized(aten.empty.memory_format), _first, "empty", "Uninitialised, of the given size.")
-rand = _factory(_sized(aten.rand.default), _first, "rand", "Uniform random numbers in [0, 1); the same for every placement.")
+rand = _factory(
+    _sized(aten.rand.default), _first, "rand", "Uniform random numbers in [0, 1); the same for every placement."
+)
 randn = _factory(_sized(aten.randn.default), _first, "randn", "Normal random numbers; the same for every placement.")
 full = _factory(_full, _first, "full", "A constant of the given size.")
-randint = _factory(_randint, lambda p: len(p[2]), "randint", "Random integers in [low, high): randint([low,] high, size).")
+randint = _factory(
+    _randint, lambda p: len(p[2]), "randint", "Random integers in [low, high): randint([low,] high, size)."
+)
 arange = _factory(_arange, _vector, "arange", "Numbers from start to end: arange([start,] end[, step]).")
 linspace = _factory(_linspace, _vector, "linspace", "``steps`` numbers from start to end inclusive.")
 eye = _factory(_eye, lambda p: 2, "eye", "The identity matrix of n rows and m columns.")
@@ -180,7 +184,9 @@ def _like(op: Any, name: str) -> Callable[..., DTensor]:
             mesh = device_mesh if device_mesh is not None or not isinstance(other, DTensor) else other.device_mesh
             session, layout, where = factories.placed(mesh, placements, None, other.dim())
             dtype = kwargs.pop("dtype", None) or other.dtype
-            base = factories.create(session, aten.empty.memory_format, (list(other.shape),), {"dtype": dtype}, layout, where)
+            base = factories.create(
+                session, aten.empty.memory_format, (list(other.shape),), {"dtype": dtype}, layout, where
+            )
         with torch.no_grad():
             out = op(base.detach(), *args, **kwargs)
         return out.requires_grad_(requires_grad)

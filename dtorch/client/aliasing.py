@@ -43,7 +43,9 @@ def refresh(t: Any) -> None:
     view.version = family.version
 
 
-def register_copies(cls: type, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outs: list[Any], plan: Any) -> None:
+def register_copies(
+    cls: type, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outs: list[Any], plan: Any
+) -> None:
     """Remember how the results of a copying view call can be taken again and written back."""
     base = next(a for a in (*args, *kwargs.values()) if type(a) is cls)
     for i, (out, r) in enumerate(zip(outs, plan.results, strict=True)):

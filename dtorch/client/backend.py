@@ -195,7 +195,9 @@ def _attention(library: torch.library.Library) -> None:
                 query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
             )[0]
         if attn_mask is not None and attn_mask.dtype == torch.bool:
-            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), float("-inf"))
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(
+                attn_mask.logical_not(), float("-inf")
+            )
         return aten._scaled_dot_product_flash_attention_for_cpu.default(
             query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
         )[0]
@@ -223,15 +225,8 @@ def _whole(func: Any) -> Any:
 
 
 # Autocast policy: the CPU's lists of torch 2.13 (aten/src/ATen/autocast_mode.h), so that results match torch's there.
-_AUTOCAST_LOW = (
-    "conv1d conv2d conv3d bmm mm linalg_vecdot baddbmm addmm addbmm linear _convolution.deprecated matmul conv_tbc "
-    "scaled_dot_product_attention conv_transpose1d conv_transpose2d.input conv_transpose3d.input prelu"
-).split()
-_AUTOCAST_FLOAT32 = (
-    "mse_loss nll_loss nll_loss_nd cross_entropy_loss binary_cross_entropy grid_sampler polar cumprod prod quantile "
-    "nanquantile stft cdist trace cholesky pinverse linalg_svd smooth_l1_loss huber_loss kl_div hinge_embedding_loss "
-    "cosine_embedding_loss ctc_loss.IntList"
-).split()
+_AUTOCAST_LOW = ["conv1d", "conv2d", "conv3d", "bmm", "mm", "linalg_vecdot", "baddbmm", "addmm", "addbmm", "linear", "_convolution.deprecated", "matmul", "conv_tbc", "scaled_dot_product_attention", "conv_transpose1d", "conv_transpose2d.input", "conv_transpose3d.input", "prelu"]
+_AUTOCAST_FLOAT32 = ["mse_loss", "nll_loss", "nll_loss_nd", "cross_entropy_loss", "binary_cross_entropy", "grid_sampler", "polar", "cumprod", "prod", "quantile", "nanquantile", "stft", "cdist", "trace", "cholesky", "pinverse", "linalg_svd", "smooth_l1_loss", "huber_loss", "kl_div", "hinge_embedding_loss", "cosine_embedding_loss", "ctc_loss.IntList"]
 
 
 def _autocast(library: torch.library.Library) -> None:

@@ -51,9 +51,7 @@ class Info:
         ]  # fmt: skip
         self.numbers = frozenset(i for i in numbers if not arguments[i].kwarg_only)
         self.names = frozenset(arguments[i].name for i in numbers)
-        self.writes = tuple(
-            i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write
-        )
+        self.writes = tuple(i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
 
 
 # The result's shape, dtype or placements depend on these operators' numbers.
@@ -78,7 +76,7 @@ def dispatch(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwarg
     return run(cls, func, info, args, kwargs)
 
 
-def run(  # noqa: PLR0911, PLR0912, PLR0915, C901  (one loop, kept flat because every operator passes through it)
+def run(  # noqa: C901  (one loop, kept flat because every operator passes through it)
     cls: type, func: Any, info: Info, args: tuple[Any, ...], kwargs: dict[str, Any] | None
 ) -> Any:
     """Find or make the plan of a call and run it."""
@@ -209,7 +207,12 @@ def run(  # noqa: PLR0911, PLR0912, PLR0915, C901  (one loop, kept flat because 
     if ready.moves and (session.config.strict or is_strict()):
         refuse_hidden_moves(ready.plan)
     slot = ready.view_slot
-    if shadowed or not ready.plain or session.observer is not None or (slot is not None and args[0]._h._view is not None):
+    if (
+        shadowed
+        or not ready.plain
+        or session.observer is not None
+        or (slot is not None and args[0]._h._view is not None)
+    ):
         return run_ready(cls, session, ready, func, info, args, kwargs or _NO_KWARGS, ids)
     new = session.ids()
     buf = session.buf
@@ -242,7 +245,13 @@ _CONSTANTS = (torch.dtype, torch.memory_format, torch.layout)
 
 
 def make_ready(
-    cls: type, session: Session, func: Any, info: Info, args: tuple[Any, ...], kwargs: dict[str, Any], key: tuple[Any, ...]
+    cls: type,
+    session: Session,
+    func: Any,
+    info: Info,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    key: tuple[Any, ...],
 ) -> Ready | None:
     """Plan a call seen for the first time; ``None`` when an argument was re-placed and the key must be built again."""
 
@@ -495,5 +504,3 @@ def other_mesh(cls: type, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
         return value
 
     return func(*map(stand_in, args), **kwargs)
-
-

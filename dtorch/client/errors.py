@@ -26,7 +26,9 @@ def remote_error(
 
 
 def _class_for(kind: str) -> type[RemoteError]:
-    builtin = {e.__name__: e for e in (IndexError, ValueError, TypeError, KeyError, MemoryError, NotImplementedError)}.get(kind)
+    builtin = {
+        e.__name__: e for e in (IndexError, ValueError, TypeError, KeyError, MemoryError, NotImplementedError)
+    }.get(kind)
     if builtin is None:
         return RemoteError
     if kind not in _KINDS:

@@ -66,7 +66,9 @@ class Explanation:
         out = []
         for line in self.lines:
             mark = "  (no rule: gathered, replicated)" if line.fallback else ""
-            out.append(f"{line.op}: {'; '.join(line.inputs) or '-'} -> {'; '.join(line.outputs) or '-'}{mark}   {line.site}")
+            out.append(
+                f"{line.op}: {'; '.join(line.inputs) or '-'} -> {'; '.join(line.outputs) or '-'}{mark}   {line.site}"
+            )
             out.extend(f"    {m}" for m in line.moves)
         totals = ", ".join(f"{n} {kind}" for kind, n in self.collectives.items()) or "no communication"
         out.append(f"{len(self.lines)} operators; {totals}; {self.bytes:,} bytes")
@@ -106,7 +108,8 @@ def _place(spec: TensorSpec) -> str:
 
 def _communication(steps: Any) -> tuple[Communication, ...]:
     return tuple(
-        Communication(s.kind, s.axis, step_bytes(s), str(list(s.src.placements)), str(list(s.dst.placements))) for s in steps
+        Communication(s.kind, s.axis, step_bytes(s), str(list(s.src.placements)), str(list(s.dst.placements)))
+        for s in steps
     )
 
 

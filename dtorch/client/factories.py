@@ -135,7 +135,9 @@ def placed(
     if device is not None and device_mesh is not None:
         raise PlacementError("Give device= or device_mesh=, not both: the mesh already says which devices.")
     if device_mesh is None and placements is None and device is not None and torch.device(device).type != "dtorch":
-        raise PlacementError(f"device={device!r}: dtorch's factories make distributed tensors; use torch for plain ones.")
+        raise PlacementError(
+            f"device={device!r}: dtorch's factories make distributed tensors; use torch for plain ones."
+        )
     if device_mesh is None:
         session, layout = resolve_mesh(device)
     else:

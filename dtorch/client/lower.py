@@ -68,7 +68,8 @@ def encode_plan(session: Session, plan: Plan, args: Sequence[Any], kwargs: dict[
 
     def steps(rows: Sequence[tuple[int, tuple[Step, ...]]]) -> list[Any]:
         return [
-            [slot, [[s.kind, s.axis, session.spec_id(s.src), session.spec_id(s.dst)] for s in row]] for slot, row in rows
+            [slot, [[s.kind, s.axis, session.spec_id(s.src), session.spec_id(s.dst)] for s in row]]
+            for slot, row in rows
         ]
 
     def result(r: Result) -> list[Any]:
@@ -94,10 +95,25 @@ def encode_plan(session: Session, plan: Plan, args: Sequence[Any], kwargs: dict[
 def encode_move(session: Session, steps: Sequence[Step], src: TensorSpec, dst: TensorSpec) -> list[Any]:
     """A plan that only redistributes one tensor."""
     rows = [[s.kind, s.axis, session.spec_id(s.src), session.spec_id(s.dst)] for s in steps]
-    return ["", dst.mesh.id, [session.spec_id(src)], 0, [{"t": 0}], {}, [[0, rows]], [], [[session.spec_id(dst), None, False]], None, None, 0]
+    return [
+        "",
+        dst.mesh.id,
+        [session.spec_id(src)],
+        0,
+        [{"t": 0}],
+        {},
+        [[0, rows]],
+        [],
+        [[session.spec_id(dst), None, False]],
+        None,
+        None,
+        0,
+    ]
 
 
-def mark(call: Call, number_names: frozenset[str], numbers_positional: frozenset[int]) -> tuple[list[Any], dict[str, Any], int]:
+def mark(
+    call: Call, number_names: frozenset[str], numbers_positional: frozenset[int]
+) -> tuple[list[Any], dict[str, Any], int]:
     """Arguments with marks for tensors, changing scalars, devices and generators; and the count of scalars."""
     slots = iter(range(len(call.specs)))
     count = 0
@@ -119,6 +135,8 @@ def mark(call: Call, number_names: frozenset[str], numbers_positional: frozenset
 
     args = [convert(a, i in numbers_positional) for i, a in enumerate(call.args)]
     kwargs = {k: convert(v, k in number_names) for k, v in call.kwargs.items()}
-    if torch.Tag.nondeterministic_seeded in call.func.tags and any(a.name == "generator" for a in call.func._schema.arguments):
+    if torch.Tag.nondeterministic_seeded in call.func.tags and any(
+        a.name == "generator" for a in call.func._schema.arguments
+    ):
         kwargs["generator"] = GeneratorSlot()
     return args, kwargs, count

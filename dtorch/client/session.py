@@ -276,7 +276,10 @@ class Session:
             self.workers[event.index] = event
         elif isinstance(event, WorkerLost):
             self.workers.pop(event.index, None)
-            self._end(f"Worker {event.index} (pid {event.pid}, devices {list(event.devices)}) was lost: {event.reason}.", WorkerLostError)
+            self._end(
+                f"Worker {event.index} (pid {event.pid}, devices {list(event.devices)}) was lost: {event.reason}.",
+                WorkerLostError,
+            )
 
     def _reply(self, frames: Sequence[Any]) -> None:
         header = msgpack.unpackb(frames[0])
@@ -406,7 +409,9 @@ class Session:
         if os.getpid() != self.pid:
             return
         with self.lock:
-            self._end("This session was shut down; its tensors are gone. The next use starts a new one.", SessionClosedError)
+            self._end(
+                "This session was shut down; its tensors are gone. The next use starts a new one.", SessionClosedError
+            )
             self.buf.clear()
             self.frames.clear()
         self._wake.set()

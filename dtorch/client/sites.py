@@ -10,7 +10,12 @@ import torch
 
 Site = tuple[CodeType, int]  # code object and instruction offset
 
-_INSIDE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<", str(Path(sys.modules["contextlib"].__file__ or "")))
+_INSIDE = (
+    str(Path(torch.__file__).parent),
+    str(Path(__file__).parents[1]),
+    "<",
+    str(Path(sys.modules["contextlib"].__file__ or "")),
+)
 _USER: dict[CodeType, bool] = {}
 
 

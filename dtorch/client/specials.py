@@ -72,7 +72,9 @@ def to_copy(cls: type, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Cast here, bring to the host, or move to another mesh."""
     x = args[0]
     device = kwargs.get("device")
-    rest = {k: v for k, v in kwargs.items() if k not in ("device", "non_blocking", "pin_memory", "layout") and v is not None}
+    rest = {
+        k: v for k, v in kwargs.items() if k not in ("device", "non_blocking", "pin_memory", "layout") and v is not None
+    }
     if device is None or (device.type == "dtorch" and device.index in (None, x.device.index)):
         return run(cls, func, info_of(func), (x,), rest)
     if device.type == "meta":
@@ -214,7 +216,9 @@ def set_(cls: type, func: Any, args: Args, kwargs: Kwargs) -> Any:
     if type(source) is not cls:
         raise RuntimeError("set_ of a distributed tensor needs a distributed source; use copy_ for a plain tensor.")
     if len(args) > 2:
-        fresh = source.as_strided(args[3], args[4] if len(args) > 4 else torch.empty(args[3], device="meta").stride(), args[2])
+        fresh = source.as_strided(
+            args[3], args[4] if len(args) > 4 else torch.empty(args[3], device="meta").stride(), args[2]
+        )
     else:
         fresh = dispatch.dispatch(cls, aten.alias.default, (), (source,), {})
     return adopt(x, fresh)
@@ -292,7 +296,9 @@ def native_batch_norm(cls: type, func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 # Composites that stay whole when autograd does not need their parts: workers have one kernel for them, or one message
 # says what several would.
-WHOLE = frozenset({"aten::linear", "aten::matmul", "aten::scaled_dot_product_attention", "aten::rms_norm", "aten::layer_norm"})
+WHOLE = frozenset(
+    {"aten::linear", "aten::matmul", "aten::scaled_dot_product_attention", "aten::rms_norm", "aten::layer_norm"}
+)
 
 
 def _decompose(cls: type, func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -313,4 +319,3 @@ def find_special(func: Any) -> Any:
 
 
 dispatch.find_special = find_special
-

@@ -47,7 +47,9 @@ class DTensor(torch.Tensor):
     ) -> Any:
         if args and isinstance(args[0], bool):
             requires_grad = args[0]
-        if attributes or (isinstance(data, torch.Tensor) and device_mesh is None and placements is None and requires_grad is not None):
+        if attributes or (
+            isinstance(data, torch.Tensor) and device_mesh is None and placements is None and requires_grad is not None
+        ):
             return _as_parameter(data, bool(requires_grad), attributes)
         return distribute_tensor(data, device_mesh, placements, requires_grad=bool(requires_grad))
 
@@ -89,9 +91,17 @@ class DTensor(torch.Tensor):
         """
         aliasing.refresh(self)
         spec = self._h.spec
-        number = spec.mesh.devices[0] if device is None else device if isinstance(device, int) else torch.device(device).index or 0
+        number = (
+            spec.mesh.devices[0]
+            if device is None
+            else device
+            if isinstance(device, int)
+            else torch.device(device).index or 0
+        )
         if number not in spec.mesh.devices:
-            raise PlacementError(f"Device {number} is not in {self.device_mesh}: its devices are {list(spec.mesh.devices)}.")
+            raise PlacementError(
+                f"Device {number} is not in {self.device_mesh}: its devices are {list(spec.mesh.devices)}."
+            )
         position = spec.mesh.devices.index(number)
         h = self._h
         request = h.session.fetch(h.id, spec, [position])
@@ -198,7 +208,11 @@ class DTensor(torch.Tensor):
             )
         with torch.no_grad(), torch.inference_mode(False):
             copied = self.detach().clone()
-        out: Any = torch.nn.Parameter(copied, self.requires_grad) if isinstance(self, torch.nn.Parameter) else copied.requires_grad_(self.requires_grad)
+        out: Any = (
+            torch.nn.Parameter(copied, self.requires_grad)
+            if isinstance(self, torch.nn.Parameter)
+            else copied.requires_grad_(self.requires_grad)
+        )
         out.__dict__.update({k: v for k, v in self.__dict__.items() if k not in ("_h", "_is_param")})
         if self.grad is not None:
             out.grad = self.grad.__deepcopy__(memo)  # type: ignore[operator]

@@ -50,8 +50,11 @@ def small_enough(shape: Sequence[int], dtype: torch.dtype) -> bool:
 
 def host_bytes(t: torch.Tensor) -> bytes:
     """A plain tensor's elements in row-major order."""
-    flat = t.detach().resolve_conj().resolve_neg().cpu().contiguous().view(-1)
-    return bytes(memoryview(flat.view(torch.uint8).numpy())) if flat.numel() else b""
+    if t.numel() == 0:
+        return b""
+    flat = t.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    flat = flat.as_strided((flat.numel(),), (1,))  # one element may have any stride, which view(dtype) refuses
+    return bytes(memoryview(flat.view(torch.uint8).numpy()))
 
 
 def put(session: Session, t: torch.Tensor, mesh: MeshLayout, placements: tuple[Placement, ...] | None = None) -> Any:
@@ -73,7 +76,9 @@ def put(session: Session, t: torch.Tensor, mesh: MeshLayout, placements: tuple[P
 
 def moved_spec(session: Session, spec: TensorSpec, mesh: MeshLayout, placements: tuple[Placement, ...]) -> TensorSpec:
     """Spec of a tensor after redistribution: a fresh dense tensor in the same memory order."""
-    return session.make_spec(mesh, placements, spec.shape, dense_strides(spec.shape, spec.shape, spec.stride), spec.dtype)
+    return session.make_spec(
+        mesh, placements, spec.shape, dense_strides(spec.shape, spec.shape, spec.stride), spec.dtype
+    )
 
 
 def emit_move(session: Session, src_id: int, src: TensorSpec, dst_id: int, dst: TensorSpec) -> None:

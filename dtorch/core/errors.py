@@ -1,13 +1,13 @@
 """The exception tree.
 
-    DtorchError(RuntimeError)
-    ├── PlacementError      a placement, mesh or redistribution that cannot work
-    │   └── ImplicitRedistributionError   strict mode refused hidden communication
-    ├── RemoteError         an operator failed on a worker; carries operator, device, user line, remote traceback
-    ├── WorkerLostError     a worker ended while the session needed it
-    ├── SessionClosedError  the session has been shut down, or belongs to another process (fork)
-    ├── CommError           a connection failed
-    └── ProtocolError       a malformed message
+DtorchError(RuntimeError)
+├── PlacementError      a placement, mesh or redistribution that cannot work
+│   └── ImplicitRedistributionError   strict mode refused hidden communication
+├── RemoteError         an operator failed on a worker; carries operator, device, user line, remote traceback
+├── WorkerLostError     a worker ended while the session needed it
+├── SessionClosedError  the session has been shut down, or belongs to another process (fork)
+├── CommError           a connection failed
+└── ProtocolError       a malformed message
 """
 
 from __future__ import annotations

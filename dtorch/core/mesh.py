@@ -44,17 +44,23 @@ class DeviceMesh(_TorchDeviceMesh):
         try:
             grid = mesh if isinstance(mesh, torch.Tensor) else torch.tensor(mesh, dtype=torch.int64, device="cpu")
         except (TypeError, ValueError, RuntimeError) as e:
-            raise PlacementError(f"DeviceMesh({device_type!r}, {mesh!r}): the mesh must be a nested list of device numbers ({e}).") from e
+            raise PlacementError(
+                f"DeviceMesh({device_type!r}, {mesh!r}): the mesh must be a nested list of device numbers ({e})."
+            ) from e
         if grid.is_floating_point() or grid.is_complex():
             raise PlacementError(f"DeviceMesh({device_type!r}, {mesh!r}): device numbers must be integers.")
         grid = grid.detach().to("cpu", torch.int64).contiguous()
         grid = grid.reshape(1) if grid.ndim == 0 else grid
         numbers = grid.flatten().tolist()
         if not numbers or min(numbers) < 0 or len(set(numbers)) != len(numbers):
-            raise PlacementError(f"DeviceMesh({device_type!r}, {mesh!r}): every device number must be >= 0 and occur once.")
+            raise PlacementError(
+                f"DeviceMesh({device_type!r}, {mesh!r}): every device number must be >= 0 and occur once."
+            )
         names = tuple(mesh_dim_names) if mesh_dim_names is not None else None
         if names is not None and (len(names) != grid.ndim or len(set(names)) != len(names)):
-            raise PlacementError(f"mesh_dim_names={names} for a mesh of {grid.ndim} axes: give one distinct name per axis.")
+            raise PlacementError(
+                f"mesh_dim_names={names} for a mesh of {grid.ndim} axes: give one distinct name per axis."
+            )
         super().__init__(device_type, grid.to(torch.int32), mesh_dim_names=names, _init_backend=False, _rank=0)
         self._grid = grid
         self._graph = graph

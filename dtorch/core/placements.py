@@ -100,7 +100,9 @@ def as_placement(value: object) -> Placement:
         return REPLICATE
     if name == "Partial":
         return Partial(str(value.reduce_op))  # type: ignore[attr-defined]
-    raise PlacementError(f"{value!r} is not a placement. Use dtorch.Shard(dim), dtorch.Replicate() or dtorch.Partial().")
+    raise PlacementError(
+        f"{value!r} is not a placement. Use dtorch.Shard(dim), dtorch.Replicate() or dtorch.Partial()."
+    )
 
 
 def normalize(placements: Iterable[object] | None, mesh_ndim: int, tensor_ndim: int) -> tuple[Placement, ...]:
@@ -124,7 +126,11 @@ def normalize(placements: Iterable[object] | None, mesh_ndim: int, tensor_ndim: 
             if not 0 <= dim < tensor_ndim:
                 raise PlacementError(
                     f"Shard({p.dim}) on mesh axis {axis}: the tensor has {tensor_ndim} dimensions, "
-                    + (f"so the dimension must lie in [{-tensor_ndim}, {tensor_ndim - 1}]." if tensor_ndim else "use Replicate().")
+                    + (
+                        f"so the dimension must lie in [{-tensor_ndim}, {tensor_ndim - 1}]."
+                        if tensor_ndim
+                        else "use Replicate()."
+                    )
                 )
             given[axis] = Shard(dim)
     return tuple(given)

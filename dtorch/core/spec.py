@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -73,7 +73,7 @@ class MeshLayout(metaclass=Interned):
         """Coordinates of all devices, in row-major order."""
         return tuple(self.coordinate(i) for i in range(self.size))
 
-    @lru_cache(maxsize=None)  # noqa: B019  (layouts live as long as their session)
+    @cache  # noqa: B019  (layouts live as long as their session)
     def groups(self, axis: int) -> tuple[tuple[int, ...], ...]:
         """Positions of the devices that differ only in their coordinate on this axis, group by group."""
         found: dict[tuple[int, ...], list[int]] = {}
@@ -113,7 +113,6 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
         out.append(step)
         step *= max(n, 1)
     return tuple(reversed(out))
-
 
 
 def dense_strides(shape: Sequence[int], global_shape: Sequence[int], global_stride: Sequence[int]) -> tuple[int, ...]:

@@ -24,9 +24,7 @@ class InlineLink:
         self._events.append(WorkerUp(0, os.getpid(), socket.gethostname(), tuple(self._executor.devices)))
         return dict.fromkeys(devices, 0)
 
-    def send_batch(
-        self, seq: int, frames: Sequence[bytes | memoryview], targets: Sequence[int] | None = None
-    ) -> None:
+    def send_batch(self, seq: int, frames: Sequence[bytes | memoryview], targets: Sequence[int] | None = None) -> None:
         """Run the batch now."""
         self._executor.run(frames)
         self._events.append(Ack(seq))

@@ -51,9 +51,7 @@ class ProcessLink:
             self._count += 1
         return found
 
-    def send_batch(
-        self, seq: int, frames: Sequence[bytes | memoryview], targets: Sequence[int] | None = None
-    ) -> None:
+    def send_batch(self, seq: int, frames: Sequence[bytes | memoryview], targets: Sequence[int] | None = None) -> None:
         """Send a batch to every worker, or to the targets."""
         self._link.send([encode(M.Batch(seq, None if targets is None else tuple(targets))), *frames])
 

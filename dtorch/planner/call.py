@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from dtorch.core.spec import TensorSpec
 OpOverload = torch._ops.OpOverload
 
 
-@lru_cache(maxsize=None)
+@cache
 def base_name(func: OpOverload) -> str:
     """Name without overload and without the in-place mark: ``aten.add_.Tensor`` -> ``aten.add``."""
     namespace, _, name = func._schema.name.partition("::")
@@ -22,19 +22,19 @@ def base_name(func: OpOverload) -> str:
     return f"{namespace}.{name}"
 
 
-@lru_cache(maxsize=None)
+@cache
 def parameters(func: OpOverload) -> tuple[tuple[str, Any], ...]:
     """(name, default) of each schema argument, in order."""
     return tuple((a.name, a.default_value if a.has_default_value() else None) for a in func._schema.arguments)
 
 
-@lru_cache(maxsize=None)
+@cache
 def mutated_names(func: OpOverload) -> frozenset[str]:
     """Names of the arguments that the operator writes."""
     return frozenset(a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
 
 
-@lru_cache(maxsize=None)
+@cache
 def is_view(func: OpOverload) -> bool:
     """Whether a result may be a view of an argument (and none is a written argument)."""
     return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
-from dtorch.core.spec import TensorSpec
+from dtorch.core.spec import TensorSpec, contiguous_strides
 from dtorch.core.torch_private import below_python_dispatch
 from dtorch.planner.call import Call
+from dtorch.planner.shapes import SHAPES
 
 
 class NoMeta(Exception):
@@ -25,20 +26,24 @@ def predict(call: Call) -> tuple[Any, list[torch.Tensor]]:
         NoMeta: the operator has no meta implementation or its results depend on data.
         Exception: what torch itself raises for wrong arguments (shapes, dtypes).
     """
+    known = SHAPES[call.name](call) if call.name in SHAPES else None
+    if known is not None:
+        return known, []
     if _depends_on_data(call) or call.name in _UNRELIABLE:
         raise NoMeta(str(call.func))
     if call.name == "aten._grouped_mm":
         return _grouped_mm(call), []
+    device = "cpu" if _ambiguous(call) else "meta"
     made: list[torch.Tensor] = []
 
     def convert(value: Any) -> Any:
         if isinstance(value, TensorSpec):
-            made.append(torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="meta"))
+            made.append(torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=device))
             return made[-1]
         if isinstance(value, (list, tuple)):
             return [convert(v) for v in value]
         if isinstance(value, torch.device):
-            return torch.device("meta")
+            return torch.device(device)
         if isinstance(value, torch.Generator):
             return None
         return value
@@ -50,6 +55,21 @@ def predict(call: Call) -> tuple[Any, list[torch.Tensor]]:
             return _corrected(call, call.func(*args, **kwargs)), made
         except NotImplementedError as e:
             raise NoMeta(str(call.func)) from e
+
+
+def _ambiguous(call: Call) -> bool:
+    """Whether strides must be asked from the CPU implementation.
+
+    For dimensions of size one, meta implementations of element-by-element operators invent other strides than real
+    ones, and kernels read the memory format, and with it the order of their sums, off such strides.
+    """
+    if torch.Tag.pointwise not in call.func.tags and call.name not in ("aten._to_copy", "aten.empty_like", "aten.zeros_like"):
+        return False
+    return any(1 in s.shape and s.numel and not _row_major(s) for s in call.specs)
+
+
+def _row_major(spec: TensorSpec) -> bool:
+    return spec.stride == contiguous_strides(spec.shape)
 
 
 def _grouped_mm(call: Call) -> torch.Tensor:
@@ -68,7 +88,11 @@ def _grouped_mm(call: Call) -> torch.Tensor:
 
 def _corrected(call: Call, result: Any) -> Any:
     """Shapes that a meta implementation gets wrong: batch norm saves no statistics when it uses the running ones."""
-    if call.name in ("aten._native_batch_norm_legit_no_training", "aten._native_batch_norm_legit", "aten.native_batch_norm"):
+    if call.name in (
+        "aten._native_batch_norm_legit_no_training",
+        "aten._native_batch_norm_legit",
+        "aten.native_batch_norm",
+    ):
         if not call.get("training", False):
             out, mean, deviation = result
             return out, mean.new_empty(0), deviation.new_empty(0)
@@ -87,9 +111,4 @@ def _depends_on_data(call: Call) -> bool:
 
 # Operators whose meta implementation gives other shapes or dtypes than the CPU kernel (found by the sweep in
 # tests/conformance); their results are asked from the workers.
-_UNRELIABLE = frozenset(
-    {
-        "aten._unique2", "aten.unique_dim", "aten.unique_consecutive", "aten.bincount", "aten._embedding_bag_forward_only",
-        "aten._embedding_bag",
-    }
-)  # fmt: skip
+_UNRELIABLE = frozenset({"aten._unique2", "aten.unique_dim", "aten.unique_consecutive", "aten.bincount"})

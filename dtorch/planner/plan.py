@@ -183,7 +183,9 @@ def _reduced(spec: TensorSpec, goal: tuple[Placement, ...]) -> TensorSpec | None
     if not any(isinstance(p, Partial) and g.is_replicate() for p, g in zip(spec.placements, goal, strict=True)):
         return None
     return spec.replace(
-        tuple(g if isinstance(p, Partial) and g.is_replicate() else p for p, g in zip(spec.placements, goal, strict=True))
+        tuple(
+            g if isinstance(p, Partial) and g.is_replicate() else p for p, g in zip(spec.placements, goal, strict=True)
+        )
     )
 
 

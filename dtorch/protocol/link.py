@@ -51,9 +51,7 @@ class Link(Protocol):
     def assign(self, devices: Sequence[int]) -> dict[int, int]:
         """Worker of each of these new devices; starts workers as needed. Batches sent later reach them."""
 
-    def send_batch(
-        self, seq: int, frames: Sequence[bytes | memoryview], targets: Sequence[int] | None = None
-    ) -> None:
+    def send_batch(self, seq: int, frames: Sequence[bytes | memoryview], targets: Sequence[int] | None = None) -> None:
         """Send a batch to every worker, or to the targets."""
 
     def receive(self, timeout_s: float | None) -> Event | None:

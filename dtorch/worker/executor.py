@@ -212,7 +212,10 @@ class Executor:
             for p in positions:
                 piece = full[tuple(slice(a, b) for a, b in spec.box(p))] if spec.shape else full
                 out = torch.empty_strided(
-                    piece.shape, dense_strides(piece.shape, spec.shape, spec.stride), dtype=spec.dtype, device=self.device
+                    piece.shape,
+                    dense_strides(piece.shape, spec.shape, spec.stride),
+                    dtype=spec.dtype,
+                    device=self.device,
                 )
                 local.append(out.copy_(piece))
             self.store[tensor_id] = local
@@ -257,7 +260,6 @@ class Executor:
         self._reply([C.DONE, c[i], self.index])
         return i + 1
 
-
     def _count(self, c: list[Any], i: int, frames: Sequence[Any]) -> int:
         self.serial = c[i]
         return i + 1
@@ -265,7 +267,8 @@ class Executor:
 
 def as_bytes(t: torch.Tensor) -> memoryview:
     """The elements of a tensor in row-major order as bytes on the host."""
-    flat = t.detach().resolve_conj().resolve_neg().cpu().contiguous().view(-1)
-    if flat.numel() == 0:
+    if t.numel() == 0:
         return memoryview(b"")
+    flat = t.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    flat = flat.as_strided((flat.numel(),), (1,))  # one element may have any stride, which view(dtype) refuses
     return memoryview(flat.view(torch.uint8).numpy())

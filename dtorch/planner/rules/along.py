@@ -8,6 +8,7 @@ import torch
 
 from dtorch.planner.call import Call
 from dtorch.planner.rule import Labels, Rule, replicated, rule
+from dtorch.planner.rules.named import UNLESS_EMPTY
 
 _FIRST = (frozenset({0}),)
 
@@ -86,7 +87,7 @@ def histc(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
     if call["min"] == call["max"]:
         return replicated(call, outs)
     labels = tuple(range(call.first.ndim))
-    return Rule([labels], [(None,)], reduce={x: "sum" for x in labels})
+    return Rule([labels], [(None,)], reduce=dict.fromkeys(labels, "sum"))
 
 
 @rule(
@@ -111,7 +112,7 @@ def segment_reduce(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
     axis = call["axis"] % call.first.ndim
     labels = whole_along([axis], call.first.ndim)
     lengths = (*labels[:axis], None)
-    return Rule([labels, *[lengths] * (len(call.specs) - 1)], [labels])
+    return Rule([labels, *[lengths] * (len(call.specs) - 1)], [labels], kernel=UNLESS_EMPTY)
 
 
 @rule("aten._segment_reduce_backward")
@@ -120,4 +121,4 @@ def segment_reduce_backward(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
     axis = call["axis"] % call.first.ndim
     labels = whole_along([axis], call.first.ndim)
     lengths = (*labels[:axis], None)
-    return Rule([labels] * 3 + [lengths] * (len(call.specs) - 3), [labels])
+    return Rule([labels] * 3 + [lengths] * (len(call.specs) - 3), [labels], kernel=UNLESS_EMPTY)

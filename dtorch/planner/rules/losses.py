@@ -122,11 +122,10 @@ def cdist(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
 @rule("aten._cdist_backward")
 def cdist_backward(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
     """Gradient of the first points: a sum over the second ones."""
-    batch = broadcast_labels(call.spec("grad").shape[:-2], call.spec("grad").shape[:-2])
-    if any(s.shape[:-2] != call.spec("grad").shape[:-2] for s in call.specs):
-        raise NoRule("cdist with a broadcast batch")
+    shape = call.spec("grad").shape[:-2]
+    batch, left, right = (broadcast_labels(s, shape) for s in (shape, call.spec("x1").shape[:-2], call.spec("x2").shape[:-2]))
     pairs: Labels = (*batch, "p", "r")
-    inputs = slots(call, grad=pairs, x1=(*batch, "p", "m"), x2=(*batch, "r", "m"), cdist=pairs)
+    inputs = slots(call, grad=pairs, x1=(*left, "p", "m"), x2=(*right, "r", "m"), cdist=pairs)
     return Rule(inputs, [(*batch, "p", "m")], reduce=sums(("r",)), kernel=UNLESS_EMPTY)
 
 

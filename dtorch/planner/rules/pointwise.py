@@ -14,28 +14,25 @@ from dtorch.planner.rule import Labels, NoRule, Rule, RuleFunction, replicated, 
 # Element by element without carrying torch's pointwise tag (2.13).
 _UNTAGGED = frozenset(
     f"aten.{n}"
-    for n in """
-    clone _to_copy detach alias copy fill zero lift_fresh lift zeros_like ones_like empty_like full_like rand_like
-    randn_like randint_like masked_fill where native_dropout_backward threshold_backward gelu_backward silu_backward
-    sigmoid_backward tanh_backward hardtanh_backward leaky_relu_backward elu_backward softplus_backward
-    softshrink_backward hardshrink_backward hardsigmoid_backward hardswish_backward mish_backward logit_backward
-    celu relu relu6 view_as_real_copy nan_to_num isfinite isinf isnan isreal isposinf isneginf isclose real imag
-    conj_physical _conj_physical resolve_conj resolve_neg _neg_view_copy contiguous is_pinned _fused_dropout
-    bernoulli normal uniform random exponential cauchy geometric log_normal native_dropout dropout _conj _neg_view
-    log_sigmoid_forward log_sigmoid_backward smooth_l1_loss_backward mse_loss_backward huber_loss_backward
-    special_xlog1py special_zeta polygamma igamma igammac nextafter ldexp frexp heaviside hypot
-    float_power fmod remainder gcd lcm logaddexp logaddexp2 copysign xlogy lerp addcmul addcdiv clamp clip
-    clamp_min clamp_max bitwise_left_shift bitwise_right_shift complex polar fake_quantize_per_tensor_affine
-    prelu _prelu_kernel rrelu_with_noise rrelu hardshrink softshrink threshold sgn sign angle view_as_complex_copy
-    alias_copy floor_divide rsub hardswish
-    """.split()
+    for n in ["clone", "_to_copy", "detach", "alias", "copy", "fill", "zero", "lift_fresh", "lift", "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like", "masked_fill", "where", "native_dropout_backward", "threshold_backward", "gelu_backward", "silu_backward", "sigmoid_backward", "tanh_backward", "hardtanh_backward", "leaky_relu_backward", "elu_backward", "softplus_backward", "softshrink_backward", "hardshrink_backward", "hardsigmoid_backward", "hardswish_backward", "mish_backward", "logit_backward", "celu", "relu", "relu6", "view_as_real_copy", "nan_to_num", "isfinite", "isinf", "isnan", "isreal", "isposinf", "isneginf", "isclose", "real", "imag", "conj_physical", "_conj_physical", "resolve_conj", "resolve_neg", "_neg_view_copy", "contiguous", "is_pinned", "_fused_dropout", "bernoulli", "normal", "uniform", "random", "exponential", "cauchy", "geometric", "log_normal", "native_dropout", "dropout", "_conj", "_neg_view", "log_sigmoid_forward", "log_sigmoid_backward", "smooth_l1_loss_backward", "mse_loss_backward", "huber_loss_backward", "special_xlog1py", "special_zeta", "polygamma", "igamma", "igammac", "nextafter", "ldexp", "frexp", "heaviside", "hypot", "float_power", "fmod", "remainder", "gcd", "lcm", "logaddexp", "logaddexp2", "copysign", "xlogy", "lerp", "addcmul", "addcdiv", "clamp", "clip", "clamp_min", "clamp_max", "bitwise_left_shift", "bitwise_right_shift", "complex", "polar", "fake_quantize_per_tensor_affine", "prelu", "_prelu_kernel", "rrelu_with_noise", "rrelu", "hardshrink", "softshrink", "threshold", "sgn", "sign", "angle", "view_as_complex_copy", "alias_copy", "floor_divide", "rsub", "hardswish"]
 )  # fmt: skip
 
 # Linear in these slots together: sum(f(x_i)) == f(sum(x_i)).
 _LINEAR: dict[str, tuple[frozenset[int], ...]] = {
     **{
         f"aten.{n}": (frozenset({0}),)
-        for n in ("clone", "detach", "alias", "neg", "lift_fresh", "real", "imag", "_conj", "conj_physical", "contiguous")
+        for n in (
+            "clone",
+            "detach",
+            "alias",
+            "neg",
+            "lift_fresh",
+            "real",
+            "imag",
+            "_conj",
+            "conj_physical",
+            "contiguous",
+        )
     },
     "aten.mul": (frozenset({0}), frozenset({1})),
     "aten.div": (frozenset({0}),),
@@ -52,7 +49,6 @@ _LINEAR: dict[str, tuple[frozenset[int], ...]] = {
 }
 
 
-
 def _draws_for_shape(call: Call) -> bool:
     """Whether a random operator draws one number for each element without looking at values of its inputs.
 
@@ -65,7 +61,6 @@ def _draws_for_shape(call: Call) -> bool:
         "native_dropout", "uniform_", "normal_", "random_", "exponential_", "cauchy_", "geometric_", "log_normal_",
         "uniform", "random", "exponential", "cauchy", "geometric", "log_normal",
     ) or (name in ("bernoulli_", "bernoulli") and call.func._overloadname in ("float", "p"))  # fmt: skip
-
 
 
 def broadcast_labels(shape: Sequence[int], out: Sequence[int], prefix: Any = "d") -> Labels:
@@ -109,7 +104,11 @@ def default_rule(call: Call, outs: Sequence[Any]) -> RuleFunction | None:
     """The element-by-element rule where torch's tag or our list says so, or ``None``."""
     if call.name.startswith(("aten._foreach_", "aten._fused_adam", "aten._fused_sgd", "aten._fused_adagrad")):
         return foreach
-    if call.specs and outs and (torch.Tag.pointwise in call.func.tags or call.name in _UNTAGGED or _base_is_pointwise(call)):
+    if (
+        call.specs
+        and outs
+        and (torch.Tag.pointwise in call.func.tags or call.name in _UNTAGGED or _base_is_pointwise(call))
+    ):
         return pointwise
     return None
 
@@ -152,7 +151,9 @@ def foreach(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
 def _entries(lists: Sequence[list[int | None]], results: int) -> list[tuple[list[int], list[int]]]:
     """Slots and results of each entry."""
     length = len(lists[0])
-    return [([s for group in lists if (s := group[i]) is not None], list(range(i, results, length))) for i in range(length)]
+    return [
+        ([s for group in lists if (s := group[i]) is not None], list(range(i, results, length))) for i in range(length)
+    ]
 
 
 def _entry_shape(specs: Sequence[TensorSpec], lists: Sequence[list[int | None]], i: int) -> tuple[int, ...]:

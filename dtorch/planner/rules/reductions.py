@@ -46,7 +46,7 @@ def finishable(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
     kernel = "reduce_piece" if kind in ("max", "min") and call.name not in ("aten.all", "aten.any") else None
     over = {("over", d): kind for d in dims}
     linear = (frozenset({0}),) if call.name == "aten.sum" else ()
-    return Rule([inputs], [outputs], reduce=over, linear=linear, kernels={x: kernel for x in over} if kernel else {})
+    return Rule([inputs], [outputs], reduce=over, linear=linear, kernels=dict.fromkeys(over, kernel) if kernel else {})
 
 
 @rule("aten.mean")
@@ -55,7 +55,7 @@ def mean(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
     dims = _dims(call)
     inputs, outputs = _shapes(call, outs, dims)
     over = {("over", d): "sum" for d in dims}
-    return Rule([inputs], [outputs], reduce=over, linear=(frozenset({0}),), kernels={x: "mean_piece" for x in over})
+    return Rule([inputs], [outputs], reduce=over, linear=(frozenset({0}),), kernels=dict.fromkeys(over, "mean_piece"))
 
 
 @rule(

@@ -121,10 +121,16 @@ def squeeze(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
     """Dimensions of global size one disappear; a local piece of size one must not."""
     shape = call.first.shape
     dims = call.get("dim")
-    chosen = range(len(shape)) if dims is None else [_wrap(d, len(shape)) for d in ([dims] if isinstance(dims, int) else dims)]
+    chosen = (
+        range(len(shape))
+        if dims is None
+        else [_wrap(d, len(shape)) for d in ([dims] if isinstance(dims, int) else dims)]
+    )
     gone = {d for d in chosen if len(shape) and shape[d] == 1}
     inputs = tuple(None if d in gone else d for d in range(len(shape)))
-    return Rule([inputs], [tuple(d for d in range(len(shape)) if d not in gone)], linear=_IDENTITY, kernel="view_result")
+    return Rule(
+        [inputs], [tuple(d for d in range(len(shape)) if d not in gone)], linear=_IDENTITY, kernel="view_result"
+    )
 
 
 @rule("aten.expand", "aten.expand_copy", "aten.expand_as", "aten.broadcast_to")

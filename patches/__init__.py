@@ -1,0 +1,1 @@
+"""Run-time patches of third-party libraries, one module for each library."""

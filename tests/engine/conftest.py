@@ -1,0 +1,45 @@
+"""The engine's tests run on the default session; each test says in which modes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import dtorch
+from dtorch.client import graph
+
+OPTIONS = {"inline": {"mode": "inline"}, "local": {"mode": "local", "workers": 2, "threads": 1}}
+HERE = Path(__file__).parent
+_MANY_MESHES = 40  # of the 64 that a session can use
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Warnings are errors here; what needs worker processes comes last, so that they start once."""
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.filterwarnings("error"))
+            item.add_marker(pytest.mark.filterwarnings("ignore::dtorch.client.notices.FallbackWarning"))
+    items.sort(key=_is_local)
+
+
+def _is_local(item: pytest.Item) -> bool:
+    return HERE in item.path.parents and getattr(item, "callspec", None) is not None and item.callspec.params.get("mode") == "local"  # type: ignore[attr-defined]
+
+
+@pytest.fixture(autouse=True)
+def mode(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The execution mode: inline, unless the test is marked with ``helpers.both_modes`` or ``helpers.local_mode``."""
+    wanted: str = getattr(request, "param", "inline")
+    start(wanted)
+    yield wanted
+    dtorch.synchronize()  # a failure that no one has seen belongs to the test that caused it
+
+
+def start(wanted: str) -> None:
+    """Make the default session one of this mode."""
+    running = graph._running()
+    if running is not None and (running.config.mode != wanted or running.mesh_count > _MANY_MESHES):
+        dtorch.shutdown()
+    dtorch.init(**OPTIONS[wanted])
