@@ -9,7 +9,7 @@ import torch
 from dtorch.core.spec import TensorSpec, contiguous_strides
 from dtorch.core.torch_private import below_python_dispatch
 from dtorch.planner.call import Call
-from dtorch.planner.shapes import SHAPES
+from dtorch.planner.missing_meta import SHAPES
 
 
 class NoMeta(Exception):

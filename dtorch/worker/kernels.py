@@ -48,10 +48,43 @@ class Context:
         coordinate = self.outputs[0].mesh.coordinates[self.position]
         return all(c == 0 for c, p in zip(coordinate, self.outputs[0].placements, strict=True) if p.is_partial())
 
+    def is_empty(self) -> bool:
+        """Whether this device holds nothing of some cut dimension."""
+        return any(
+            whole and not here
+            for s in self.inputs
+            for whole, here in zip(s.shape, s.local_shape(self.position), strict=True)
+        )
+
+    def nothing(self, device: torch.device) -> Any:
+        """Results of an empty piece: empty where a result is cut, zeros to add where it is a sum."""
+        out = [torch.zeros(self.output_shape(i), dtype=s.dtype, device=device) for i, s in enumerate(self.outputs)]
+        return out[0] if len(self.op._schema.returns) == 1 else out
+
+    def index(self, name: str) -> int:
+        """Place of an argument in the schema; its slot as well when only tensors come before it and none is missing."""
+        return next(i for i, a in enumerate(self.op._schema.arguments) if a.name == name)
+
+    def argument(self, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
+        """The value of an argument, given or default."""
+        i = self.index(name)
+        return args[i] if i < len(args) else kwargs.get(name, self.op._schema.arguments[i].default_value)
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], **changes: Any) -> Any:
+        """The operator, or what stands in for it, with some arguments replaced."""
+        positional, named = list(args), dict(kwargs)
+        for name, value in changes.items():
+            i = self.index(name)
+            if i < len(positional):
+                positional[i] = value
+            else:
+                named[name] = value
+        function = STAND_INS.get(f"{self.op._schema.name}.{self.op._overloadname}")
+        return self.op(*positional, **named) if function is None else function(self, *positional, **named)
+
 
 Kernel = Callable[..., Any]
 KERNELS: dict[str, Kernel] = {}
-
 
 # By operator, ``aten::name.overload``: what runs instead of it, cut or not, where no other kernel is asked for.
 STAND_INS: dict[str, Kernel] = {}

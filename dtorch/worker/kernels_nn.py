@@ -9,70 +9,31 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from dtorch.worker.kernels import STAND_INS, Context, kernel, stand_in
+from dtorch.worker.kernels import Context, kernel, stand_in
 
 aten = torch.ops.aten
-Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
 _MEAN = 1  # torch's number for ``reduction="mean"``
 _BAG_MEAN, _BAG_MAX = 1, 2  # torch's numbers for the modes of embedding bags
 
 
-# -- pieces and arguments ------------------------------------------------------------------------------------------------
-def _is_empty(ctx: Context) -> bool:
-    """Whether this device holds nothing of some cut dimension."""
-    return any(
-        n == 0 and whole for s in ctx.inputs for n, whole in zip(s.local_shape(ctx.position), s.shape, strict=True)
-    )
-
-
-def _nothing(ctx: Context, device: torch.device) -> Any:
-    """Results of a device without elements: empty where a result is cut, zeros to add where it is a sum."""
-    out = [torch.zeros(ctx.output_shape(i), dtype=s.dtype, device=device) for i, s in enumerate(ctx.outputs)]
-    return out[0] if len(ctx.op._schema.returns) == 1 else out
-
-
-def _index(ctx: Context, name: str) -> int:
-    """Place of an argument in the schema. Up to the first that is no tensor, it is the tensor's slot as well."""
-    return next(i for i, a in enumerate(ctx.op._schema.arguments) if a.name == name)
-
-
-def _argument(ctx: Context, args: Args, kwargs: Kwargs, name: str) -> Any:
-    i = _index(ctx, name)
-    return args[i] if i < len(args) else kwargs.get(name, ctx.op._schema.arguments[i].default_value)
-
-
-def _call(ctx: Context, args: Args, kwargs: Kwargs, **changes: Any) -> Any:
-    """The operator with some arguments replaced."""
-    positional, named = list(args), dict(kwargs)
-    for name, value in changes.items():
-        i = _index(ctx, name)
-        if i < len(positional):
-            positional[i] = value
-        else:
-            named[name] = value
-    schema = ctx.op._schema
-    run = STAND_INS.get(f"{schema.name}.{ctx.op._overloadname}")
-    return run(ctx, *positional, **named) if run is not None else ctx.op(*positional, **named)
-
-
 @kernel
 def unless_empty(ctx: Context, *args: Any, **kwargs: Any) -> Any:
     """The operator, which may refuse empty pieces: those have empty or zero results."""
-    return _nothing(ctx, args[0].device) if _is_empty(ctx) else _call(ctx, args, kwargs)
+    return ctx.nothing(args[0].device) if ctx.is_empty() else ctx.run(args, kwargs)
 
 
-# -- norms and convolutions ----------------------------------------------------------------------------------------------
+# -- norms and convolutions --------------------------------------------------------------------------------------------
 @kernel
 def group_norm_piece(ctx: Context, *args: Any, **kwargs: Any) -> Any:
     """Group norm, forward or backward, with the numbers of samples, channels and groups that are here."""
-    if _is_empty(ctx):
-        return _nothing(ctx, args[0].device)
-    i = _index(ctx, "input")
+    if ctx.is_empty():
+        return ctx.nothing(args[0].device)
+    i = ctx.index("input")
     samples, channels = args[i].shape[:2]
-    groups = _argument(ctx, args, kwargs, "group") * channels // ctx.inputs[i].shape[1]
-    return _call(ctx, args, kwargs, N=samples, C=channels, group=groups)
+    groups = ctx.argument(args, kwargs, "group") * channels // ctx.inputs[i].shape[1]
+    return ctx.run(args, kwargs, N=samples, C=channels, group=groups)
 
 
 _BATCH_NORMS = ("_native_batch_norm_legit.default", "_native_batch_norm_legit.no_stats", "_batch_norm_no_update.default",
@@ -89,8 +50,8 @@ def batch_norm(ctx: Context, *args: Any, **kwargs: Any) -> Any:
 @kernel
 def convolution_piece(ctx: Context, data: torch.Tensor, weight: torch.Tensor, bias: Any, *rest: Any) -> torch.Tensor:
     """Groups are those that are here; on a piece of the input channels only one device adds the bias."""
-    if _is_empty(ctx):
-        return _nothing(ctx, data.device)  # type: ignore[no-any-return]
+    if ctx.is_empty():
+        return ctx.nothing(data.device)  # type: ignore[no-any-return]
     *geometry, groups = rest
     groups = groups * data.shape[1] // ctx.inputs[0].shape[1] if groups > 1 else 1
     return ctx.op(data, weight, bias if ctx.is_first() else None, *geometry, groups)  # type: ignore[no-any-return]
@@ -101,8 +62,8 @@ def convolution_backward_piece(
     ctx: Context, grad: torch.Tensor, data: torch.Tensor, weight: torch.Tensor, bias_sizes: Any, *rest: Any
 ) -> Any:
     """The bias gradient does not depend on input channels: where they are cut, one device gives it."""
-    if _is_empty(ctx):
-        return _nothing(ctx, grad.device)
+    if ctx.is_empty():
+        return ctx.nothing(grad.device)
     *geometry, groups, mask = rest
     groups = groups * data.shape[1] // ctx.inputs[1].shape[1] if groups > 1 else 1
     sizes = None if bias_sizes is None else [grad.shape[1]] * len(bias_sizes)
@@ -118,12 +79,12 @@ def convolution_backward_piece(
 @kernel
 def affine_grid_piece(ctx: Context, theta: torch.Tensor, size: Sequence[int], align_corners: bool) -> torch.Tensor:
     """The size with the number of samples that are here."""
-    if _is_empty(ctx):
-        return _nothing(ctx, theta.device)  # type: ignore[no-any-return]
+    if ctx.is_empty():
+        return ctx.nothing(theta.device)  # type: ignore[no-any-return]
     return ctx.op(theta, [theta.shape[0], *size[1:]], align_corners)  # type: ignore[no-any-return]
 
 
-# -- embeddings ----------------------------------------------------------------------------------------------------------
+# -- embeddings --------------------------------------------------------------------------------------------------------
 def _mine(ctx: Context, indices: torch.Tensor, low: int, high: int, total: int) -> torch.Tensor:
     """Which indices lie in ``[low, high)``; none may lie outside of ``[0, total)``.
 
@@ -144,8 +105,8 @@ def embedding_piece(ctx: Context, weight: torch.Tensor, indices: torch.Tensor, *
     """Rows of the part of the vocabulary that is here, zeros for the others."""
     low, high = ctx.input_box(0)[0]
     mine = _mine(ctx, indices, low, high, ctx.inputs[0].shape[0])
-    if _is_empty(ctx):
-        return _nothing(ctx, weight.device)  # type: ignore[no-any-return]
+    if ctx.is_empty():
+        return ctx.nothing(weight.device)  # type: ignore[no-any-return]
     rows = aten.embedding.default(weight, torch.where(mine, indices - low, 0))
     return rows.masked_fill_(~mine.unsqueeze(-1), 0)
 
@@ -195,28 +156,28 @@ def embedding_bag_piece(
     return [out, bag_of.to(kinds[1]), size.to(kinds[2]), largest]
 
 
-# -- losses --------------------------------------------------------------------------------------------------------------
+# -- losses ------------------------------------------------------------------------------------------------------------
 def _share(ctx: Context) -> float:
     """The part of the input's elements that is here."""
-    i = _index(ctx, "self")
+    i = ctx.index("self")
     return math.prod(ctx.inputs[i].local_shape(ctx.position)) / ctx.inputs[i].numel
 
 
 @kernel
 def mean_loss_piece(ctx: Context, *args: Any, **kwargs: Any) -> Any:
     """The mean of the piece times its share; the sum of that over the devices is the mean of all."""
-    if _is_empty(ctx):
-        return _nothing(ctx, args[0].device)
-    out = _call(ctx, args, kwargs)
+    if ctx.is_empty():
+        return ctx.nothing(args[0].device)
+    out = ctx.run(args, kwargs)
     return out * _share(ctx) if isinstance(out, torch.Tensor) else (out[0] * _share(ctx), *out[1:])
 
 
 @kernel
 def mean_loss_backward_piece(ctx: Context, *args: Any, **kwargs: Any) -> torch.Tensor:
     """The derivative of that."""
-    if _is_empty(ctx):
-        return _nothing(ctx, args[0].device)  # type: ignore[no-any-return]
-    return _call(ctx, args, kwargs).mul_(_share(ctx))  # type: ignore[no-any-return]
+    if ctx.is_empty():
+        return ctx.nothing(args[0].device)  # type: ignore[no-any-return]
+    return ctx.run(args, kwargs).mul_(_share(ctx))  # type: ignore[no-any-return]
 
 
 def _class_box(ctx: Context, slot: int) -> tuple[int, int]:
@@ -243,15 +204,15 @@ def nll_loss_piece(
 ) -> Any:
     """The loss of the elements held here. A mean is divided by the weight of all targets, which then are all known."""
     if reduction != _MEAN:
-        if _is_empty(ctx):
-            return _nothing(ctx, data.device)
+        if ctx.is_empty():
+            return ctx.nothing(data.device)
         target, ignored = _here(ctx, 0, target, ignored)
         return ctx.op(data, target, weight, reduction, ignored)
     counted = target != ignored
     each = counted if weight is None else weight[torch.where(counted, target, 0)] * counted
     total = each.sum(dtype=torch.promote_types(data.dtype, torch.float32))
-    if _is_empty(ctx):
-        return _nothing(ctx, data.device)
+    if ctx.is_empty():
+        return ctx.nothing(data.device)
     box = ctx.input_box(0)
     if target.ndim:
         target = target[tuple(slice(*b) for b in (box[0], *box[2:]))]
@@ -269,8 +230,8 @@ def nll_loss_backward_piece(
     total_weight: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     """The gradient of the classes held here."""
-    if _is_empty(ctx):
-        return _nothing(ctx, data.device)  # type: ignore[no-any-return]
+    if ctx.is_empty():
+        return ctx.nothing(data.device)  # type: ignore[no-any-return]
     target, ignored = _here(ctx, 1, target, ignored)
     return ctx.op(grad, data, target, weight, reduction, ignored, total_weight)  # type: ignore[no-any-return]
 
@@ -280,9 +241,9 @@ def nll_loss_backward_piece(
 def ctc_loss_piece(ctx: Context, *args: Any, **kwargs: Any) -> Any:
     """The samples held here: their lengths, and their part of targets that stand end to end. Alphas get the size that
     was predicted, which may be more than these samples need."""
-    if _is_empty(ctx):
-        return _nothing(ctx, args[0].device)
-    i = _index(ctx, "log_probs")
+    if ctx.is_empty():
+        return ctx.nothing(args[0].device)
+    i = ctx.index("log_probs")
     low, high = ctx.input_box(i)[1]
     targets, lengths = args[i + 1], args[i + 3]
     changes: Kwargs = {}
@@ -298,9 +259,9 @@ def ctc_loss_piece(ctx: Context, *args: Any, **kwargs: Any) -> Any:
     size = 2 * longest + 1
     positional = list(args)
     for name, value in changes.items():
-        positional[_index(ctx, name)] = value
+        positional[ctx.index(name)] = value
     if i:
-        j = _index(ctx, "log_alpha")
+        j = ctx.index("log_alpha")
         positional[j] = positional[j][..., :size].contiguous()
         return ctx.op(*positional, **kwargs)
     loss, alpha = ctx.op(*positional, **kwargs)
@@ -312,8 +273,8 @@ def ctc_loss_piece(ctx: Context, *args: Any, **kwargs: Any) -> Any:
 @kernel
 def cdist_piece(ctx: Context, *args: Any, **kwargs: Any) -> torch.Tensor:
     """torch multiplies matrices when there are many points; how many counts globally, so that values do not change."""
-    if _is_empty(ctx):
-        return _nothing(ctx, args[0].device)  # type: ignore[no-any-return]
+    if ctx.is_empty():
+        return ctx.nothing(args[0].device)  # type: ignore[no-any-return]
     if len(args) > 3 and not args[3]:
         many = max(ctx.inputs[0].shape[-2], ctx.inputs[1].shape[-2]) > 25
         args = (*args[:3], 1 if many else 2)

@@ -149,21 +149,24 @@ def int_mm(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
 
 @rule("aten._grouped_mm")
 def grouped_mm(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
-    """One product for each group; ``offs`` says where groups end in the dimension that the groups share."""
+    """One product for each group; ``offs`` says where groups end in the dimension that lies in both lists, or in one."""
     a, b = call.spec("self"), call.spec("mat2")
     if "bias" in call.slots:
         return replicated(call, outs)
-    if a.ndim == 2 and b.ndim == 2:  # groups lie in the inner dimension
-        first, second, out = ("m", None), (None, "n"), (None, "m", "n")
-        return Rule([first, second, (None,)], [out])
-    left: Labels = ("g", "m", "k") if a.ndim == 3 else (None, "k")
-    right: Labels = ("g", "k", "n") if b.ndim == 3 else ("k", None)
-    if a.ndim == 3 and b.ndim == 3:
-        return Rule([left, right], [("g", "m", "n")], reduce={"k": "sum"})
-    # Rows (columns) belong to groups by their number: neither they nor the groups may be cut.
-    left, right = (tuple(None if x == "g" else x for x in side) for side in (left, right))
-    result: Labels = (None, "n") if a.ndim == 2 else ("m", None)
-    return Rule([left, right, (None,)], [result], reduce={"k": "sum"})
+    left: Labels = ("g", "m", "k") if a.ndim == 3 else ("m", "k")
+    right: Labels = ("g", "k", "n") if b.ndim == 3 else ("k", "n")
+    # What offsets count may not be cut, nor may the groups then.
+    counted = {(3, 3): (), (2, 3): ("m", "g"), (3, 2): ("n", "g"), (2, 2): ("k", "g")}[a.ndim, b.ndim]
+
+    def uncut(labels: Labels) -> Labels:
+        return tuple(None if x in counted else x for x in labels)
+
+    out = uncut(("m", "n") if a.ndim + b.ndim == 5 else ("g", "m", "n"))
+    # The kernels read 16 bytes at a time: pieces of rows are a multiple of that.
+    sizes = {"m": a.shape[-2], "k": a.shape[-1], "n": b.shape[-1]}
+    units = {x: n * a.dtype.itemsize // 16 for x, n in sizes.items() if x != "m" or a.ndim == b.ndim == 2}
+    offs = [(None,)] if "offs" in call.slots else []
+    return Rule([uncut(left), uncut(right), *offs], [out], reduce={"k": "sum"}, units=units)
 
 
 # -- distances -----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,7 @@
+"""Any parallel layout by configuration: ``dtorch.parallelize(module, mesh)`` and what it is built from."""
+
+from dtorch.parallel.describe import Description, describe
+from dtorch.parallel.layout import parallelize
+from dtorch.parallel.pipeline import assign_layers_to_stages
+
+__all__ = ["Description", "assign_layers_to_stages", "describe", "parallelize"]
