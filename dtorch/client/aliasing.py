@@ -27,6 +27,7 @@ def wrote(t: Any) -> None:
     if h.family is not None:
         h.family.version += 1
         if h.view is not None:
+            h.view.version = h.family.version  # it shows the newest; taking it again would undo the write
             h.view.write_back(t)
             h.view.version = h.family.version
 

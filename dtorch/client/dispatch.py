@@ -21,7 +21,7 @@ from dtorch.client.sites import caller
 from dtorch.client.wrap import empty, put, reduced, to_host, wrap
 from dtorch.core.errors import DtorchError
 from dtorch.core.placements import REPLICATE
-from dtorch.core.torch_private import set_conj, set_neg
+from dtorch.core.torch_private import outside_of_dispatch
 from dtorch.planner.call import Call, is_view
 from dtorch.planner.plan import OnClient, Plan, make_plan
 from dtorch.protocol.values import dtype_from
@@ -373,10 +373,6 @@ def wrap_results(cls: type, session: Session, ready: Ready, slots: list[Any], fi
         else:
             out = make()
             out._h = Handle(number, spec, session)  # type: ignore[attr-defined]
-        if r.conj:
-            set_conj(out, True)
-        if r.neg:
-            set_neg(out, True)
         outs.append(out)
         number += 1
     return outs
@@ -475,8 +471,10 @@ def run_on_client(cls: type, session: Session, func: Any, args: tuple[Any, ...],
             return put(session, value, mesh)
         return [back(v) for v in value] if isinstance(value, (list, tuple)) else value
 
-    with torch.no_grad():
-        return back(func(*map(convert, args), **{k: convert(v) for k, v in kwargs.items()}))
+    host_args, host_kwargs = [convert(a) for a in args], {k: convert(v) for k, v in kwargs.items()}
+    with outside_of_dispatch(), torch.no_grad():
+        value = func(*host_args, **host_kwargs)
+    return back(value)
 
 
 def other_device(cls: type, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Any:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from dtorch.client.lower import Ready, encode_plan, mark
 from dtorch.client.session import Session
 from dtorch.client.sites import caller
 from dtorch.client.wrap import _Class, put, small_enough, wrap
-from dtorch.core.errors import PlacementError
+from dtorch.core.errors import PlacementError, refuse
 from dtorch.core.mesh import DeviceMesh, current_mesh
 from dtorch.core.placements import REPLICATE, Placement, normalize
 from dtorch.core.spec import MeshLayout, TensorSpec
@@ -22,7 +23,7 @@ from dtorch.planner.meta import predict
 from dtorch.planner.plan import Plan, Result
 
 aten = torch.ops.aten
-_FILLS = frozenset({"aten::empty", "aten::empty_strided", "aten::zeros", "aten::ones", "aten::full"})
+_FILLS = frozenset({"aten::empty", "aten::zeros", "aten::ones", "aten::full"})
 _UNKNOWN = frozenset({"aten::empty", "aten::empty_strided"})
 
 
@@ -52,10 +53,6 @@ def create(
     is_random = torch.Tag.nondeterministic_seeded in func.tags
     if generator is not None and not random.is_ours(generator):
         return put(session, func(*args, **kwargs, generator=generator, device="cpu"), mesh, placements)
-    kwargs.setdefault("dtype", None)
-    takes_dtype = any(a.name == "dtype" for a in func._schema.arguments)
-    if not takes_dtype:
-        kwargs.pop("dtype")
     key = (func, mesh, held, torch.get_default_dtype(), repr(args), repr(kwargs))
     ready = session.plans.get(key)
     if ready is None:
@@ -87,7 +84,9 @@ def _plan(
     name = func._schema.name
     sharded = not spec.is_replicated
     resize, kernel = None, None
-    if sharded and name in _FILLS and name != "aten::empty_strided":
+    if sharded and name == "aten::empty_strided":
+        kernel = "empty_piece"
+    elif sharded and name in _FILLS:
         resize = ("size", 0)
     elif sharded and not is_random:
         kernel = "cut"
@@ -100,18 +99,28 @@ def _plan(
 
 
 def kernel(func: Any) -> Any:
-    """A PrivateUse1 kernel: the factory on the mesh of its ``device``, replicated."""
+    """A PrivateUse1 kernel: the factory on the mesh of its ``device``, replicated unless a factory of dtorch asks."""
     names = [a.name for a in func._schema.arguments]
+    n = sum(1 for a in func._schema.arguments if not a.kwarg_only)
 
-    def make(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
         given = dict(zip(names, args, strict=False))
         given.update(kwargs)
-        session, mesh = resolve_mesh(given.get("device"))
-        n = sum(1 for a in func._schema.arguments if not a.kwarg_only)
+        asked, placements = _asked.get(), None
+        if asked is not None:
+            session, mesh, placements = asked
+        else:
+            session, mesh = resolve_mesh(given.get("device"))
+        ndim = len(given["size"]) if "size" in given else _NDIM.get(func._schema.name, 1)
         positional = tuple(given.pop(x) for x in names[:n] if x in given)
-        return create(session, func, positional, given, mesh, (REPLICATE,) * mesh.ndim)
+        return create(session, func, positional, given, mesh, normalize(placements, mesh.ndim, ndim))
 
-    return make
+    return run
+
+
+# What a factory of ``dtorch`` asks of the kernel below it: where to make the tensor.
+_asked: ContextVar[tuple[Session, MeshLayout, Any] | None] = ContextVar("dtorch_factory", default=None)
+_NDIM = {"aten::eye": 2, "aten::tril_indices": 2, "aten::triu_indices": 2, "aten::scalar_tensor": 0}
 
 
 # Overloads that reach a device's own kernel; all others of torch's factories decompose onto them.
@@ -124,25 +133,85 @@ KERNELS = (
 )  # fmt: skip
 
 
-def placed(
-    device_mesh: Any, placements: Sequence[Any] | None, device: Any, ndim: int
-) -> tuple[Session, MeshLayout, tuple[Placement, ...]]:
-    """Where a dtorch factory puts its result.
+def is_plain(device_mesh: Any, placements: Any, device: Any) -> bool:
+    """Whether a factory was asked for a plain tensor: a device of torch's, and no word about placement.
 
     Raises:
-        PlacementError: ``device=`` and ``device_mesh=`` together, or a placement that does not fit.
+        PlacementError: ``device=`` together with what contradicts it.
     """
-    if device is not None and device_mesh is not None:
-        raise PlacementError("Give device= or device_mesh=, not both: the mesh already says which devices.")
-    if device_mesh is None and placements is None and device is not None and torch.device(device).type != "dtorch":
-        raise PlacementError(
-            f"device={device!r}: dtorch's factories make distributed tensors; use torch for plain ones."
-        )
+    if device is None:
+        return False
+    faults = []
+    plain = torch.device(device).type != "dtorch"
+    if device_mesh is not None:
+        faults.append("Give device= or device_mesh=, not both: the mesh already says which devices.")
+    if plain and placements is not None:
+        faults.append(f"device={str(device)!r} makes a plain tensor, which has no placements: leave out one of the two.")
+    refuse(faults)
+    return plain
+
+
+def locate(device_mesh: Any, device: Any) -> tuple[Session, MeshLayout]:
+    """Session and mesh for a factory: of ``device_mesh``, else of ``device``, else the default mesh.
+
+    Raises:
+        PlacementError: ``device_mesh`` is none.
+    """
     if device_mesh is None:
-        session, layout = resolve_mesh(device)
-    else:
-        if not isinstance(device_mesh, DeviceMesh):
-            raise PlacementError(f"device_mesh={device_mesh!r} is not a dtorch.DeviceMesh.")
-        session = graph.session_of(device_mesh)
-        layout = session.layout(device_mesh)
+        return resolve_mesh(device)
+    if not isinstance(device_mesh, DeviceMesh):
+        raise PlacementError(f"device_mesh={device_mesh!r} is not a dtorch.DeviceMesh.")
+    session = graph.session_of(device_mesh)
+    return session, session.layout(device_mesh)
+
+
+def placed(
+    device_mesh: Any, placements: Sequence[Any] | None, ndim: int
+) -> tuple[Session, MeshLayout, tuple[Placement, ...]]:
+    """Where a tensor of ``ndim`` dimensions goes.
+
+    Raises:
+        PlacementError: no mesh, or placements that do not fit.
+    """
+    session, layout = locate(device_mesh, None)
     return session, layout, normalize(placements, layout.ndim, ndim)
+
+
+def make(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], device_mesh: Any,
+    placements: Sequence[Any] | None, device: Any,
+) -> Any:  # fmt: skip
+    """torch's factory on a mesh: torch reads the arguments, our kernel of the factory finds the placements."""
+    if is_plain(device_mesh, placements, device):
+        return func(*args, device=device, **kwargs)
+    session, mesh = locate(device_mesh, device)
+    if placements is not None:
+        placements = list(placements) if isinstance(placements, Iterable) else placements
+        normalize(placements, mesh.ndim, None)
+    token = _asked.set((session, mesh, placements))
+    try:
+        return func(*args, device=torch.device("dtorch", mesh.id), **kwargs)
+    finally:
+        _asked.reset(token)
+
+
+def make_like(
+    func: Callable[..., Any], other: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], device_mesh: Any,
+    placements: Sequence[Any] | None, device: Any,
+) -> Any:  # fmt: skip
+    """torch's ``*_like`` of a tensor, placed like it, or otherwise when asked."""
+    if is_plain(device_mesh, placements, device):
+        return func(other, *args, device=device, **kwargs)
+    ours = isinstance(other, _Class.tensor)
+    if ours and device_mesh is None and placements is None:
+        return func(other, *args, **kwargs) if device is None else func(other, *args, device=device, **kwargs)
+    session, mesh = locate(other.device_mesh if ours and device_mesh is device is None else device_mesh, device)  # type: ignore[attr-defined]
+    where = normalize(placements, mesh.ndim, other.dim())
+    held = tuple(REPLICATE if p.is_partial() else p for p in where)
+    form = {k: kwargs[k] for k in ("dtype", "memory_format") if k in kwargs}
+    with torch.no_grad():
+        model = torch.empty_like(other.detach(), device="meta", **form)
+        size = (list(model.shape), list(model.stride()))
+        base = create(session, aten.empty_strided.default, size, {"dtype": model.dtype}, mesh, held)
+    out = func(base, *args, **kwargs)
+    return out if held == where else out.redistribute(placements=list(where))

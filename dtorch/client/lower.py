@@ -45,10 +45,9 @@ class Ready:
         self.moves = bool(plan.moves or plan.back)
         special = plan.dynamic or plan.random or plan.reduce or plan.back or plan.copies_view or plan.fallback
         written = any(True for _ in plan.call.written_slots())
-        bits = any(r.conj or r.neg for r in plan.results)
         self.view_slot = alias_slot
         # The first tensor argument stands at its slot's place in the arguments when it is slot 0.
-        self.plain = bool(single and not special and not written and not bits and alias_slot in (None, 0))
+        self.plain = bool(single and not special and not written and alias_slot in (None, 0))
         self.spec = plan.results[0].spec if plan.results else None
         self.offset = plan.results[0].offset if plan.results else 0
         if self.spec is not None:

@@ -379,6 +379,13 @@ class Session:
                     self.lock.release()
         return True
 
+    def finish(self, request: Request) -> None:
+        """Wait for a request's answer; raises what prevented it, or what else failed until then."""
+        self.wait(request, None)
+        if request.error is not None:
+            raise request.error
+        self.raise_failure()
+
     def raise_failure(self) -> None:
         """Raise the oldest failure that no one has seen yet."""
         if self._failures:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from dtorch.client.wrap import live_shadow, small_enough
+from dtorch.core.torch_private import outside_of_dispatch
 
 # Real numbers are followed this far: schedules are short computations; a loop on small tensors is not one.
 _DEPTH = 16
@@ -57,7 +58,7 @@ def on_host(cls: type, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     new_kwargs = {k: convert(v) for k, v in kwargs.items()}
     if missing:
         return None
-    with torch.inference_mode(False), torch.no_grad():
+    with outside_of_dispatch(), torch.inference_mode(False), torch.no_grad():
         try:
             return func(*new_args, **new_kwargs)
         except NotImplementedError:  # an operator of other devices, for which CPU workers have a kernel of ours

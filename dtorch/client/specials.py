@@ -88,11 +88,11 @@ def to_copy(cls: type, func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def to_mesh(x: Any, index: int) -> Any:
-    """The tensor on the mesh ``dtorch:index``; placements stay when both meshes have the same shape."""
+    """The tensor on the mesh ``dtorch:index``; placements stay when both meshes have as many axes."""
     aliasing.refresh(x)
     session, spec = x._h.session, x._h.spec
     there = session.layout(session.mesh(index))
-    placements = spec.placements if there.shape == spec.mesh.shape else (REPLICATE,) * there.ndim
+    placements = spec.placements if there.ndim == spec.mesh.ndim else (REPLICATE,) * there.ndim
     return move(x, moved_spec(session, spec, there, placements))
 
 

@@ -15,7 +15,7 @@ from dtorch.client.future import TensorFuture
 from dtorch.client.handle import Handle
 from dtorch.core.errors import PlacementError
 from dtorch.core.mesh import DeviceMesh
-from dtorch.core.placements import Placement, normalize
+from dtorch.core.placements import REPLICATE, Placement, normalize
 from dtorch.core.torch_private import disabled_torch_function, make_wrapper_subclass
 
 _addresses = itertools.count(1 << 40, 1 << 24)
@@ -81,35 +81,32 @@ class DTensor(torch.Tensor):
         return TensorFuture(self)
 
     def to_local(self, device: int | str | torch.device | None = None) -> torch.Tensor:
-        """The piece held by one device of the mesh, as a plain CPU tensor; waits.
+        """The piece held by one device of the mesh, as a plain CPU tensor; differentiable; waits.
 
         Args:
             device: device number, or ``"cpu:1"``; by default the mesh's first.
 
         Raises:
-            PlacementError: the mesh has no such device.
+            PlacementError: the mesh has no such device; or autograd is asked for the term of a Partial tensor.
         """
-        aliasing.refresh(self)
-        spec = self._h.spec
-        number = (
-            spec.mesh.devices[0]
-            if device is None
-            else device
-            if isinstance(device, int)
-            else torch.device(device).index or 0
-        )
-        if number not in spec.mesh.devices:
+        position = self._position(device)
+        if not (self.requires_grad and torch.is_grad_enabled()):
+            return wrap.piece(self, position)
+        if self._h.spec.has_partial:
             raise PlacementError(
-                f"Device {number} is not in {self.device_mesh}: its devices are {list(spec.mesh.devices)}."
+                f"to_local of a tensor placed {list(self.placements)} that requires grad: the term of one device has no "
+                "gradient of its own. Call redistribute() or detach() first."
             )
-        position = spec.mesh.devices.index(number)
-        h = self._h
-        request = h.session.fetch(h.id, spec, [position])
-        h.session.wait(request, None)
-        if request.error is not None:
-            raise request.error
-        h.session.raise_failure()
-        return wrap._tensor(request.parts[position], spec, spec.box(position))
+        return _ToLocal.apply(self, position)  # type: ignore[no-any-return, no-untyped-call]
+
+    def _position(self, device: int | str | torch.device | None) -> int:
+        """Position in the mesh of a device given by number or name; of the first one without a number."""
+        mesh = self.device_mesh
+        named = None if device is None or isinstance(device, int) else torch.device(device)
+        number = device if named is None else named.index
+        if named is not None and named.type != mesh.device_type or number is not None and number not in mesh.devices:
+            raise PlacementError(f"Device {str(device)!r} is not in {mesh}: its devices are {list(mesh.devices)}.")
+        return 0 if number is None else mesh.devices.index(number)
 
     def numpy(self, *, force: bool = False) -> Any:
         """The value as a numpy array.
@@ -173,8 +170,6 @@ class DTensor(torch.Tensor):
         missing = [names[a] for a in range(mesh.ndim) if a not in chosen]
         if missing and default_placement_mode == "raise_error":
             raise PlacementError(f"No placement is given for mesh axes {missing} of {mesh}.")
-        from dtorch.core.placements import REPLICATE
-
         default = [REPLICATE] * mesh.ndim if default_placement_mode == "replicate" else list(self.placements)
         return self.redistribute(placements=[chosen.get(a, default[a]) for a in range(mesh.ndim)])
 
@@ -197,7 +192,7 @@ class DTensor(torch.Tensor):
     __str__ = __repr__
 
     def __format__(self, spec: str) -> str:
-        return format(self.item(), spec) if self.dim() == 0 and spec else repr(self) if self.dim() or not spec else ""
+        return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) in memo:
@@ -336,7 +331,7 @@ def distribute_tensor(
         out = data.redistribute(device_mesh, placements if placements is not None else None)
         return out.requires_grad_(requires_grad) if requires_grad and out.is_leaf else out
     plain = data if isinstance(data, torch.Tensor) else torch.tensor(data)
-    session, mesh, where = placed(device_mesh, placements, None, plain.dim())
+    session, mesh, where = placed(device_mesh, placements, plain.dim())
     if plain.requires_grad and torch.is_grad_enabled() and not requires_grad:
         return _FromHost.apply(plain, session, mesh, where)  # type: ignore[no-any-return, no-untyped-call]
     return wrap.put(session, plain, mesh, where).requires_grad_(requires_grad)  # type: ignore[no-any-return]
@@ -356,8 +351,6 @@ class _Redistribute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> Any:  # type: ignore[override]
         # The gradient of a value that was to be reduced is the whole gradient on every device.
-        from dtorch.core.placements import REPLICATE
-
         spec = ctx.back
         placements = tuple(REPLICATE if p.is_partial() else p for p in spec.placements)
         return grad.redistribute(grad._h.session.mesh(spec.mesh.id), placements), None, None
@@ -366,13 +359,31 @@ class _Redistribute(torch.autograd.Function):
 class _ToHost(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, t: DTensor) -> Any:  # type: ignore[override]
-        ctx.back = t._h.spec
-        ctx.session = t._h.session
+        ctx.back, ctx.session = t._h.spec, t._h.session
         return t.to_torch()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        return wrap.put(ctx.session, grad, ctx.back.mesh)
+        return _from_host(grad, ctx.session, ctx.back)
+
+
+class _ToLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, t: DTensor, position: int) -> Any:  # type: ignore[override]
+        ctx.back, ctx.session, ctx.position = t._h.spec, t._h.session, position
+        return wrap.piece(t, position)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        box, shape = ctx.back.box(ctx.position), ctx.back.shape
+        around = [n for (a, b), size in zip(reversed(box), reversed(shape), strict=True) for n in (a, size - b)]
+        return _from_host(torch.nn.functional.pad(grad, around), ctx.session, ctx.back), None
+
+
+def _from_host(grad: torch.Tensor, session: Any, spec: Any) -> Any:
+    """A gradient that comes from the host, placed as the tensor is (whole where that is Partial)."""
+    placements = tuple(REPLICATE if p.is_partial() else p for p in spec.placements)
+    return _FromHost.apply(grad, session, spec.mesh, placements)  # type: ignore[no-untyped-call]
 
 
 class _FromHost(torch.autograd.Function):
@@ -383,7 +394,7 @@ class _FromHost(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> Any:  # type: ignore[override]
-        return grad.to_torch().to(ctx.device), None, None, None
+        return grad.full_tensor().to(ctx.device), None, None, None
 
 
 def describe(t: DTensor) -> str:

@@ -59,10 +59,13 @@ def host_bytes(t: torch.Tensor) -> bytes:
 
 def put(session: Session, t: torch.Tensor, mesh: MeshLayout, placements: tuple[Placement, ...] | None = None) -> Any:
     """Upload a plain tensor; every device keeps its part. Strides follow torch's ``.to(device)``."""
+    if t.layout != torch.strided or t.is_quantized or t.is_nested:
+        kind = "quantized" if t.is_quantized else "nested" if t.is_nested else str(t.layout)
+        raise RuntimeError(f"A {kind} tensor cannot be distributed: dtorch takes strided ones. Call .to_dense() first.")
     parameter = t.requires_grad  # trained, not steered by
     with torch.no_grad(), torch.inference_mode(False):
         t = t.detach()
-        stride = torch.empty_like(t, device="meta").stride() if t.layout == torch.strided else t.stride()
+        stride = torch.empty_like(t, device="meta").stride()
     whole = tuple(placements) if placements is not None else (REPLICATE,) * mesh.ndim
     held = tuple(REPLICATE if p.is_partial() else p for p in whole)
     spec = session.make_spec(mesh, held, t.shape, stride, t.dtype)
@@ -156,10 +159,7 @@ class Pending:
         Raises:
             RemoteError: the value was never made.
         """
-        self.session.wait(self.request, None)
-        if self.request.error is not None:
-            raise self.request.error
-        self.session.raise_failure()
+        self.session.finish(self.request)
         spec = self.spec
         with torch.inference_mode(False), torch.no_grad():
             pieces = {box: _tensor(self.request.parts[p], spec, box) for box, p in self.boxes.items()}
@@ -173,6 +173,21 @@ class Pending:
                 stride = dense_strides(spec.shape, spec.shape, spec.stride)
                 full = torch.empty_strided(spec.shape, stride, dtype=spec.dtype).copy_(full)
         return full
+
+
+def piece(t: Any, position: int) -> torch.Tensor:
+    """What the device at this position of the mesh holds, as a plain CPU tensor; waits.
+
+    Raises:
+        RemoteError: the value was never made.
+    """
+    from dtorch.client.aliasing import refresh
+
+    refresh(t)
+    h: Handle = t._h
+    request = h.session.fetch(h.id, h.spec, [position])
+    h.session.finish(request)
+    return _tensor(request.parts[position], h.spec, h.spec.box(position))
 
 
 def _tensor(data: memoryview, spec: TensorSpec, box: Any) -> torch.Tensor:
@@ -195,10 +210,6 @@ def to_host(t: Any) -> torch.Tensor:
             value: torch.Tensor = shadow.detach().clone()
     else:
         value = Pending(t).get()
-    if t.is_conj():
-        value = value.conj()
-    if t.is_neg():
-        value = torch._neg_view(value)
     return value
 
 

@@ -19,7 +19,7 @@ class SessionConfig:
         workers: most worker processes; ``None``: one per processor core. Further devices share them.
         device_type: type of the physical devices, ``"cpu"`` or ``"cuda"``.
         max_devices: number of devices, ``None``: as many as are named.
-        threads: computing threads of each worker, ``None``: cores divided by workers.
+        threads: computing threads of each worker, ``None``: cores divided by workers, at most torch's in this process.
         strict: hidden redistributions are errors.
         null_workers: for measuring: this many workers that do nothing, one for each device.
     """

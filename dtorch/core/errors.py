@@ -12,6 +12,8 @@ DtorchError(RuntimeError)
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class DtorchError(RuntimeError):
     """Base of every error that dtorch raises on its own account."""
@@ -19,6 +21,16 @@ class DtorchError(RuntimeError):
 
 class PlacementError(DtorchError, ValueError):
     """A placement, a mesh or a redistribution that cannot work; the text says why and what to use instead."""
+
+
+def refuse(faults: Sequence[str]) -> None:
+    """Report all faults of a call's arguments at once.
+
+    Raises:
+        PlacementError: there are any.
+    """
+    if faults:
+        raise PlacementError(faults[0] if len(faults) == 1 else f"{len(faults)} faults. " + " ".join(faults))
 
 
 class ImplicitRedistributionError(PlacementError):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from dtorch.core.errors import PlacementError
+from dtorch.core.errors import PlacementError, refuse
 
 REDUCE_OPS = ("sum", "avg", "max", "min", "product")
 
@@ -105,32 +105,41 @@ def as_placement(value: object) -> Placement:
     )
 
 
-def normalize(placements: Iterable[object] | None, mesh_ndim: int, tensor_ndim: int) -> tuple[Placement, ...]:
+def normalize(
+    placements: Iterable[object] | None, mesh_ndim: int, tensor_ndim: int | None
+) -> tuple[Placement, ...]:
     """Checked placements with non-negative dimensions, one per mesh axis; ``None`` replicates on every axis.
 
+    Args:
+        tensor_ndim: dimensions of the tensor; ``None`` while it is not known: then dimensions are not checked.
+
     Raises:
-        PlacementError: wrong number of placements, or a dimension that the tensor does not have.
+        PlacementError: wrong number of placements, or a dimension that the tensor does not have; all faults at once.
     """
     if placements is None:
         return (REPLICATE,) * mesh_ndim
     if isinstance(placements, Placement) or not isinstance(placements, Iterable):
         raise PlacementError(f"placements={placements!r} must be a list with one placement per mesh axis.")
-    given = [as_placement(p) for p in placements]
-    if len(given) != mesh_ndim:
-        raise PlacementError(
-            f"{len(given)} placements {given} for a mesh of {mesh_ndim} axes: give one placement per mesh axis."
+    values, faults = list(placements), []
+    if len(values) != mesh_ndim:
+        faults.append(
+            f"{len(values)} placements {values} for a mesh of {mesh_ndim} axes: give one placement per mesh axis."
         )
-    for axis, p in enumerate(given):
-        if isinstance(p, Shard):
-            dim = p.dim + tensor_ndim if p.dim < 0 else p.dim
-            if not 0 <= dim < tensor_ndim:
-                raise PlacementError(
-                    f"Shard({p.dim}) on mesh axis {axis}: the tensor has {tensor_ndim} dimensions, "
-                    + (
-                        f"so the dimension must lie in [{-tensor_ndim}, {tensor_ndim - 1}]."
-                        if tensor_ndim
-                        else "use Replicate()."
-                    )
-                )
-            given[axis] = Shard(dim)
+    given: list[Placement] = []
+    for axis, value in enumerate(values):
+        try:
+            given.append(_inside(as_placement(value), axis, tensor_ndim))
+        except PlacementError as e:
+            faults.append(str(e))
+    refuse(faults)
     return tuple(given)
+
+
+def _inside(p: Placement, axis: int, ndim: int | None) -> Placement:
+    """The placement with a non-negative dimension."""
+    if ndim is None or not isinstance(p, Shard):
+        return p
+    if -ndim <= p.dim < ndim:
+        return Shard(p.dim % ndim)
+    known = f"so the dimension must lie in [{-ndim}, {ndim - 1}]." if ndim else "use Replicate()."
+    raise PlacementError(f"Shard({p.dim}) on mesh axis {axis}: the tensor has {ndim} dimensions, {known}")

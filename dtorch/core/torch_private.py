@@ -15,8 +15,6 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 make_wrapper_subclass = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
 disabled_torch_function = torch._C._disabled_torch_function_impl
 below_autograd = torch._C._AutoDispatchBelowAutograd
-set_conj = torch._C._set_conj
-set_neg = torch._C._set_neg
 
 
 @contextlib.contextmanager
@@ -24,6 +22,18 @@ def below_python_dispatch() -> Iterator[None]:
     """Run operators of plain (also meta) tensors without reaching any Python dispatch mode or subclass."""
     with no_dispatch():
         yield
+
+
+_KEYS_AT_IMPORT = (torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set())
+
+
+def outside_of_dispatch() -> contextlib.AbstractContextManager[None]:
+    """Run operators of plain tensors as the main program would, also from within ``__torch_dispatch__``.
+
+    There torch has switched off what lies above Python's part of dispatch: conjugate and negative views would count as
+    what they view.
+    """
+    return torch._C._ForceDispatchKeyGuard(*_KEYS_AT_IMPORT)  # type: ignore[return-value]
 
 
 def set_metadata(tensor: torch.Tensor, fresh: torch.Tensor) -> None:

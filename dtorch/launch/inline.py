@@ -7,6 +7,7 @@ import socket
 from collections import deque
 from collections.abc import Sequence
 
+from dtorch.core.torch_private import outside_of_dispatch
 from dtorch.protocol.link import Ack, Event, Reply, WorkerUp
 from dtorch.worker.executor import Executor
 
@@ -26,7 +27,8 @@ class InlineLink:
 
     def send_batch(self, seq: int, frames: Sequence[bytes | memoryview], targets: Sequence[int] | None = None) -> None:
         """Run the batch now."""
-        self._executor.run(frames)
+        with outside_of_dispatch():
+            self._executor.run(frames)
         self._events.append(Ack(seq))
 
     def receive(self, timeout_s: float | None) -> Event | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from dtorch.comm.channel import Frame
 from dtorch.core.config import SessionConfig, cores
 from dtorch.core.errors import DtorchError
@@ -42,7 +44,8 @@ class ProcessLink:
         if not new:
             first, self._shared = self._shared, self._shared + len(devices)
             return {d: (first + i) % self._most for i, d in enumerate(devices)}
-        threads = self._config.threads or max(1, cores() // (self._count + new))
+        # Never more than the program itself computes with (OMP_NUM_THREADS, torch.set_num_threads): it gets its own bits.
+        threads = self._config.threads or max(1, min(torch.get_num_threads(), cores() // (self._count + new)))
         found: dict[int, int] = {}
         for k in range(new):
             block = devices[k * len(devices) // new : (k + 1) * len(devices) // new]

@@ -37,8 +37,6 @@ class Result:
     alias: int | None = None
     offset: int = 0
     same: bool = False
-    conj: bool = False
-    neg: bool = False
 
 
 @dataclass(frozen=True)
@@ -168,7 +166,7 @@ def _assemble(
             spec = TensorSpec(mesh, choice.outputs[i], tuple(out.shape), tuple(out.stride()), out.dtype)
         if alias is not None and not same and alias in moved:
             copies = True
-        results.append(Result(spec, alias, offset, same, out.is_conj(), out.is_neg()))
+        results.append(Result(spec, alias, offset, same))
     kernel = next((rule.kernels[c] for c in choice.cut if c in rule.kernels), None)
     if kernel is None and (choice.cut or random):
         kernel = rule.kernel

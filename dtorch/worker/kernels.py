@@ -163,3 +163,9 @@ def cut(ctx: Context, *args: Any, **kwargs: Any) -> torch.Tensor:
     whole = ctx.op(*args, **kwargs)
     box = ctx.output_box(0)
     return whole[tuple(slice(a, b) for a, b in box)].contiguous() if box else whole  # type: ignore[no-any-return]
+
+
+@kernel
+def empty_piece(ctx: Context, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """A piece of an uninitialised tensor; it gets the global tensor's memory order afterwards."""
+    return torch.empty(ctx.output_shape(), **kwargs)

@@ -29,6 +29,12 @@ def new_strided_piece(ctx: Context, x: torch.Tensor, *args: Any, **kwargs: Any) 
     return x.new_empty(ctx.output_shape(), **kwargs)
 
 
+@stand_in("view_as_real.default", "view.dtype")
+def written_out(ctx: Context, x: torch.Tensor, *args: Any) -> torch.Tensor:
+    """Conjugation is a flag of tensors on workers only, and views of the bits want it written out first."""
+    return ctx.op(x.resolve_conj().resolve_neg(), *args)  # type: ignore[no-any-return]
+
+
 @stand_in("histc.default")
 def histc(ctx: Context, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Histogram, of whole numbers too: CUDA counts them, the CPU has no kernel for them."""

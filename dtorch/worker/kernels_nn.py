@@ -36,11 +36,10 @@ def group_norm_piece(ctx: Context, *args: Any, **kwargs: Any) -> Any:
     return ctx.run(args, kwargs, N=samples, C=channels, group=groups)
 
 
-_BATCH_NORMS = ("_native_batch_norm_legit.default", "_native_batch_norm_legit.no_stats", "_batch_norm_no_update.default",
-                "_native_batch_norm_legit_no_training.default")  # fmt: skip
-
-
-@stand_in(*_BATCH_NORMS)
+@stand_in(
+    "_native_batch_norm_legit.default", "_native_batch_norm_legit.no_stats", "_batch_norm_no_update.default",
+    "_native_batch_norm_legit_no_training.default",
+)  # fmt: skip
 def batch_norm(ctx: Context, *args: Any, **kwargs: Any) -> Any:
     """Devices differ in what they return as statistics not saved: nothing, as predicted."""
     out = ctx.op(*args, **kwargs)
@@ -101,7 +100,7 @@ def _mine(ctx: Context, indices: torch.Tensor, low: int, high: int, total: int) 
 
 
 @kernel
-def embedding_piece(ctx: Context, weight: torch.Tensor, indices: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def embedding_piece(ctx: Context, weight: torch.Tensor, indices: torch.Tensor, *args: Any) -> torch.Tensor:
     """Rows of the part of the vocabulary that is here, zeros for the others."""
     low, high = ctx.input_box(0)[0]
     mine = _mine(ctx, indices, low, high, ctx.inputs[0].shape[0])
@@ -125,8 +124,8 @@ def embedding_renorm_piece(ctx: Context, weight: torch.Tensor, indices: torch.Te
 @kernel
 def embedding_bag_piece(
     ctx: Context, weight: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor, by_frequency: bool = False,
-    mode: int = 0, sparse: bool = False, per_sample_weights: torch.Tensor | None = None, include_last_offset: bool = False,
-    padding_idx: int = -1,
+    mode: int = 0, sparse: bool = False, per_sample_weights: torch.Tensor | None = None,
+    include_last_offset: bool = False, padding_idx: int = -1,
 ) -> list[torch.Tensor]:  # fmt: skip
     """Bags of the rows that are here, and what the derivative needs: the bag of every index, the size of every bag and,
     for the largest, which index it was. torch's CPU kernel leaves some of that out, in ways hard to predict."""
@@ -198,6 +197,13 @@ def _here(ctx: Context, slot: int, target: torch.Tensor, ignored: int) -> tuple[
     return torch.where(mine, target - low, _IGNORED), _IGNORED
 
 
+def _weight(target: torch.Tensor, weight: torch.Tensor | None, ignored: int, dtype: torch.dtype) -> torch.Tensor:
+    """Sum of the weights of targets, one each when there are none, in single precision or better."""
+    counted = target != ignored
+    each = counted if weight is None else weight[torch.where(counted, target, 0)] * counted
+    return each.sum(dtype=torch.promote_types(dtype, torch.float32))
+
+
 @kernel
 def nll_loss_piece(
     ctx: Context, data: torch.Tensor, target: torch.Tensor, weight: Any, reduction: int, ignored: int
@@ -208,11 +214,9 @@ def nll_loss_piece(
             return ctx.nothing(data.device)
         target, ignored = _here(ctx, 0, target, ignored)
         return ctx.op(data, target, weight, reduction, ignored)
-    counted = target != ignored
-    each = counted if weight is None else weight[torch.where(counted, target, 0)] * counted
-    total = each.sum(dtype=torch.promote_types(data.dtype, torch.float32))
     if ctx.is_empty():
         return ctx.nothing(data.device)
+    total = _weight(target, weight, ignored, data.dtype)
     box = ctx.input_box(0)
     if target.ndim:
         target = target[tuple(slice(*b) for b in (box[0], *box[2:]))]
@@ -226,14 +230,30 @@ def nll_loss_piece(
 
 @kernel
 def nll_loss_backward_piece(
-    ctx: Context, grad: torch.Tensor, data: torch.Tensor, target: torch.Tensor, weight: Any, reduction: int, ignored: int,
-    total_weight: torch.Tensor,
+    ctx: Context, grad: torch.Tensor, data: torch.Tensor, target: torch.Tensor, weight: Any, reduction: int,
+    ignored: int, total_weight: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     """The gradient of the classes held here."""
     if ctx.is_empty():
         return ctx.nothing(data.device)  # type: ignore[no-any-return]
     target, ignored = _here(ctx, 1, target, ignored)
     return ctx.op(grad, data, target, weight, reduction, ignored, total_weight)  # type: ignore[no-any-return]
+
+
+@kernel
+def linear_cross_entropy_piece(
+    ctx: Context, data: torch.Tensor, layer: torch.Tensor, target: torch.Tensor, bias: Any, weight: Any,
+    reduction: str, ignored: int, *rest: Any,
+) -> Any:  # fmt: skip
+    """Loss and gradients of the samples held here, with a mean over all of them: as for nll_loss."""
+    if ctx.is_empty():
+        return ctx.nothing(data.device)
+    if reduction != "mean":
+        return ctx.op(data, layer, target, bias, weight, reduction, ignored, *rest)
+    mine = target[slice(*ctx.input_box(0)[0])]
+    total, here = (_weight(t, weight, ignored, data.dtype) for t in (target, mine))
+    out = ctx.op(data, layer, mine, bias, weight, reduction, ignored, *rest)
+    return [(torch.where(here == 0, 0, x) * (here / total)).to(x.dtype) for x in out]
 
 
 @stand_in("_ctc_loss.default", "_ctc_loss.Tensor", "_ctc_loss_backward.default", "_ctc_loss_backward.Tensor")
@@ -268,14 +288,3 @@ def ctc_loss_piece(ctx: Context, *args: Any, **kwargs: Any) -> Any:
     if len(ctx.outputs) < 2:  # the shape was not predicted
         return loss, alpha
     return loss, F.pad(alpha, (0, ctx.output_shape(1)[2] - alpha.shape[2]))
-
-
-@kernel
-def cdist_piece(ctx: Context, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """torch multiplies matrices when there are many points; how many counts globally, so that values do not change."""
-    if ctx.is_empty():
-        return ctx.nothing(args[0].device)  # type: ignore[no-any-return]
-    if len(args) > 3 and not args[3]:
-        many = max(ctx.inputs[0].shape[-2], ctx.inputs[1].shape[-2]) > 25
-        args = (*args[:3], 1 if many else 2)
-    return ctx.op(*args, **kwargs)  # type: ignore[no-any-return]

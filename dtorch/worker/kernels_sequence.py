@@ -78,8 +78,8 @@ def attention_backward_piece(ctx: Context, *args: Any, **kwargs: Any) -> Any:
 
 
 # -- recurrent cells ---------------------------------------------------------------------------------------------------
-# torch chooses these operators for every device but the CPU, which has no kernel for them. The formulas are those of its
-# CUDA kernels (aten/src/ATen/native/cuda/RNN.cu), in the order in which its CPU code rounds.
+# torch chooses these operators for every device but the CPU, which has no kernel for them. The formulas are those of
+# its CUDA kernels (aten/src/ATen/native/cuda/RNN.cu), in the order in which its CPU code rounds.
 def _biased(gates: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return gates if bias is None else gates + bias
 

@@ -151,7 +151,8 @@ class Program:
         """The fast path of one local device: no moves, no waiting, results straight into the store."""
         plan, call = self.plan, self._calls[0]
         n, m, takes_id = len(plan.slots), plan.numbers, self.takes_id
-        single = len(plan.results) == 1 and takes_id
+        returns = self.op._schema.returns  # type: ignore[union-attr]
+        single = len(plan.results) == 1 and takes_id and len(returns) == 1 and str(returns[0].type) == "Tensor"
         finish = self._finish
 
         def run(store: dict[int, Any], commands: list[Any], i: int) -> int:

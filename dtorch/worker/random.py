@@ -85,7 +85,7 @@ def _dropout(
     p, train = float(plan.args[1]), plan.args[2] is not False
     if not train or p == 0:
         return [(x.clone(), torch.ones_like(x, dtype=torch.bool)) for x in local]
-    whole = torch.empty(spec.shape, dtype=spec.dtype, device=generator.device)
+    whole = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=generator.device)
     with _default_generator(plan, generator):
         keep = torch.ops.aten.native_dropout.default(whole.zero_(), p, True)[1]
     scale = 0.0 if p == 1 else 1.0 / (1.0 - p)
@@ -105,8 +105,11 @@ def _sliced(
     numbers: Sequence[Any],
     generator: torch.Generator,
 ) -> list[Any]:
-    """Draw for the global shape with stand-ins for the tensors, then keep the pieces."""
-    stand_ins = [torch.empty(s.shape, dtype=s.dtype, device=generator.device) for s in wanted]
+    """Draw for the global shape with stand-ins for the tensors, then keep the pieces.
+
+    Stand-ins have the global strides: torch draws in the order of memory.
+    """
+    stand_ins = [torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device=generator.device) for s in wanted]
     args = [stand_ins[a.index] if type(a) is Slot else a for a in plan.args]
     kwargs = dict(plan.kwargs)
     from_wire = _Filler(numbers, generator)

@@ -6,10 +6,12 @@ values). Batch and heads are independent, rows are when every device has all key
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 
+from dtorch.core.spec import TensorSpec
 from dtorch.planner.call import Call
 from dtorch.planner.rule import Label, Labels, NoRule, Rule, replicated, rule
 from dtorch.planner.rules.named import UNLESS_EMPTY, leading, slots, sums
@@ -30,23 +32,25 @@ class _Sides:
         self.batch = broadcast_labels(batch, batch)
         self.query: Labels = (*broadcast_labels(query.shape[:-2], batch), "row", None)
         self.result: Labels = (*self.batch, "row", values)
-        shared, heads = query.ndim > 2 and key.shape[-3] != query.shape[-3], self.batch[-1:]
-        sides = []
-        for spec in (key, value):
-            labels = broadcast_labels(spec.shape[:-2], batch)
-            if shared and spec.shape[-3] > 1 and spec.shape[-3] % query.shards_of(query.ndim - 3) == 0:
-                self.units[heads[0]] = spec.shape[-3]
-                labels = (*labels[:-1], *heads)
-            sides.append(labels)
-        self.key: Labels = (*sides[0], None, None)
-        self.value: Labels = (*sides[1], None, values)
+        self.key: Labels = (*self._shared(query, key, batch), None, None)
+        self.value: Labels = (*self._shared(query, value, batch), None, values)
         self.mask: Labels = ()
         if "attn_mask" in call.slots:
             mask = call.spec("attn_mask").shape
             rows = "row" if len(mask) > 1 and mask[-2] == query.shape[-2] else None
             self.mask = (*broadcast_labels(mask[:-2], batch), rows, None)[-len(mask) :]
 
+    def _shared(self, query: TensorSpec, kept: TensorSpec, batch: tuple[int, ...]) -> Labels:
+        """Batch and head labels of key or value."""
+        labels = broadcast_labels(kept.shape[:-2], batch)
+        heads = kept.shape[-3] if kept.ndim > 2 and query.ndim > 2 else 1
+        if heads in (1, query.shape[-3]) or heads % query.shards_of(query.ndim - 3):
+            return labels
+        self.units[self.batch[-1]] = math.gcd(heads, self.units.get(self.batch[-1], 0))
+        return (*labels[:-1], self.batch[-1])
+
     def inputs(self, call: Call) -> list[Labels]:
+        """Labels of the tensors of a forward call."""
         return slots(call, query=self.query, key=self.key, value=self.value, attn_mask=self.mask)
 
 
@@ -101,15 +105,16 @@ def trilinear(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
     """Three tensors, unsqueezed at the dimensions named, are multiplied and summed over others."""
     expand = [set(call[f"expand{k}"]) for k in (1, 2, 3)]
     total = call.first.ndim + len(expand[0])
-    gone = set(call["sumdim"])
-    inputs = [tuple(d for d in range(total) if d not in e) for e in expand]
-    outputs = [tuple(d for d in range(total) if d not in gone)]
-    # A dimension that only size-one tensors have in common is not one to cut along.
-    sizes: dict[int, int] = {}
-    for labels, spec in zip(inputs, call.specs, strict=True):
-        for d, n in zip(labels, spec.shape, strict=True):
-            sizes[d] = max(sizes.get(d, 1), n)
-    kept = [tuple(d if n == sizes[d] else None for d, n in zip(labels, spec.shape, strict=True))
-            for labels, spec in zip(inputs, call.specs, strict=True)]  # fmt: skip
-    known = {d for labels in kept for d in labels}
-    return Rule(kept, [tuple(d if d in known else None for d in outputs[0])], reduce=sums(tuple(gone)), kernel=UNLESS_EMPTY)
+    places = [[d for d in range(total) if d not in e] for e in expand]
+    sizes = [1] * total
+    for dims, spec in zip(places, call.specs, strict=True):
+        for d, n in zip(dims, spec.shape, strict=True):
+            sizes[d] = max(sizes[d], n)
+    # A tensor of size one is stretched there.
+    inputs = [
+        tuple(d if n == sizes[d] else None for d, n in zip(dims, spec.shape, strict=True))
+        for dims, spec in zip(places, call.specs, strict=True)
+    ]
+    gone = {d % total for d in call["sumdim"]}
+    output = tuple(d if any(d in labels for labels in inputs) else None for d in range(total) if d not in gone)
+    return Rule(inputs, [output], reduce=sums(tuple(gone)), kernel=UNLESS_EMPTY)

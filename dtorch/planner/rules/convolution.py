@@ -1,4 +1,4 @@
-"""Convolutions, and the rearrangements of space around them: windows as columns, pixel and channel shuffles, padding."""
+"""Convolutions, and rearrangements of space around them: windows as columns, pixel and channel shuffles, padding."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _Sides:
         self.weight: Labels = (first, None if grouped else second, *holes)
 
     def _space(self, call: Call, kernel: Sequence[int], data: Sequence[int], result: Sequence[int]) -> Labels:
-        """A dimension of space is independent where windows neither overlap nor meet padding, as in patch embeddings."""
+        """Space is independent where windows neither overlap nor meet padding, as in patch embeddings."""
         labels: list[Label] = []
         for d, (k, a, b) in enumerate(zip(kernel, data, result, strict=True)):
             stride, padding, dilation = (_at(call[x], d) for x in ("stride", "padding", "dilation"))
@@ -78,19 +78,18 @@ def conv_tbc(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
 def im2col(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
     """Windows of (..., channels, height, width) as columns (..., channels * window, windows)."""
     batch = tuple(range(call.first.ndim - 3))
-    channels = call.first.shape[-3]
+    labels: Labels = (*batch, "c", None)
     linear = (frozenset({0}),)
-    return Rule([(*batch, "c", None, None)], [(*batch, "c", None)], linear=linear, units={"c": channels}, kernel=UNLESS_EMPTY)
+    return Rule([(*labels, None)], [labels], linear=linear, units={"c": call.first.shape[-3]}, kernel=UNLESS_EMPTY)
 
 
 @rule("aten.col2im")
 def col2im(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
     """Columns added up to (..., channels, height, width)."""
     batch = tuple(range(call.first.ndim - 2))
-    channels = outs[0].shape[-3]
-    linear = (frozenset({0}),)
     labels: Labels = (*batch, "c", None)
-    return Rule([labels], [(*labels, None)], linear=linear, units={"c": channels}, kernel=UNLESS_EMPTY)
+    linear = (frozenset({0}),)
+    return Rule([labels], [(*labels, None)], linear=linear, units={"c": outs[0].shape[-3]}, kernel=UNLESS_EMPTY)
 
 
 @rule("aten.pixel_shuffle", "aten.pixel_unshuffle")
@@ -122,7 +121,10 @@ def constant_pad(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
     return Rule([labels], [labels])
 
 
-@rule(*(f"aten.{kind}_pad{n}d{b}" for kind in ("reflection", "replication") for n in (1, 2, 3) for b in ("", "_backward")))
+_MIRRORS = [f"aten.{kind}_pad{n}d" for kind in ("reflection", "replication") for n in (1, 2, 3)]
+
+
+@rule(*_MIRRORS, *(f"{name}_backward" for name in _MIRRORS))
 def mirror_pad(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
     """The border is repeated or mirrored: as constant padding, and linear. Backward also gets the padded tensor."""
     labels = _padded(call.first.ndim, call["padding"])

@@ -1,4 +1,4 @@
-"""Losses and distances. A mean over pieces of different sizes is a sum of shares: kernels weigh each device's mean."""
+"""Losses. A mean over pieces of different sizes is a sum of shares: kernels weigh each device's mean."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def elementwise(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
 
 
 @rule(
-    "aten.mse_loss_backward", "aten.smooth_l1_loss_backward", "aten.huber_loss_backward", "aten.soft_margin_loss_backward",
-    "aten.binary_cross_entropy_backward",
+    "aten.mse_loss_backward", "aten.smooth_l1_loss_backward", "aten.huber_loss_backward",
+    "aten.soft_margin_loss_backward", "aten.binary_cross_entropy_backward",
 )  # fmt: skip
 def elementwise_backward(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
     """The same with the gradient of the loss, which is one number unless the loss is not reduced."""
@@ -85,7 +85,9 @@ def nll_loss(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
     if call["reduction"] == _NONE:
         inputs = slots(call, self=data, target=target, weight=("c",))
         return Rule(inputs, [target, ()], reduce=sums(("c",)), whole=frozenset({1}), kernel="nll_loss_piece")
-    inputs = slots(call, self=data) if call["reduction"] == _MEAN else slots(call, self=data, target=target, weight=("c",))
+    inputs = slots(call, self=data, target=target, weight=("c",))
+    if call["reduction"] == _MEAN:
+        inputs = slots(call, self=data)
     return Rule(inputs, [(), ()], reduce=sums(data), kernel="nll_loss_piece")
 
 
@@ -96,6 +98,20 @@ def nll_loss_backward(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
     grad = target if call["reduction"] == _NONE else ()
     inputs = slots(call, grad_output=grad, self=data, target=target, weight=("c",), total_weight=())
     return Rule(inputs, [data], kernel="nll_loss_backward_piece")
+
+
+@rule("torch_nn._linear_cross_entropy_batch_chunked_no_reduction", "torch_nn._linear_cross_entropy_batch_chunked")
+def linear_cross_entropy(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
+    """A linear layer (classes, features) and its cross entropy, a loss and perhaps gradients at once; as nll_loss."""
+    samples: Labels = ("n", None)
+    if len(outs) == 1:
+        return Rule(slots(call, input=samples, target=("n",)), [("n",)], kernel=UNLESS_EMPTY)
+    inputs = slots(call, input=samples, target=("n",))
+    if call["reduction"] == "mean":
+        inputs = slots(call, input=samples)
+    gradient = samples if call["compute_input_grad"] else (None, None)
+    outputs: list[Labels] = [(), gradient, (None, None), (None,)]
+    return Rule(inputs, outputs, reduce=sums(("n",)), kernel="linear_cross_entropy_piece")
 
 
 @rule("aten._ctc_loss", "aten._ctc_loss_backward")
@@ -109,24 +125,6 @@ def ctc_loss(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
     )  # fmt: skip
     outputs: list[Labels] = [("n",), ("n", None, None)] if len(outs) == 2 else [data]
     return Rule(inputs, outputs, kernel="ctc_loss_piece")
-
-
-@rule("aten._cdist_forward", "aten._euclidean_dist")
-def cdist(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
-    """(*batch, p, m) and (*batch, r, m) to (*batch, p, r)."""
-    batch = tuple(outs[0].shape[:-2])
-    left, right = ((*broadcast_labels(s.shape[:-2], batch), x, None) for s, x in zip(call.specs, ("p", "r"), strict=True))
-    return Rule([left, right], [(*broadcast_labels(batch, batch), "p", "r")], kernel="cdist_piece")
-
-
-@rule("aten._cdist_backward")
-def cdist_backward(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
-    """Gradient of the first points: a sum over the second ones."""
-    shape = call.spec("grad").shape[:-2]
-    batch, left, right = (broadcast_labels(s, shape) for s in (shape, call.spec("x1").shape[:-2], call.spec("x2").shape[:-2]))
-    pairs: Labels = (*batch, "p", "r")
-    inputs = slots(call, grad=pairs, x1=(*left, "p", "m"), x2=(*right, "r", "m"), cdist=pairs)
-    return Rule(inputs, [(*batch, "p", "m")], reduce=sums(("r",)), kernel=UNLESS_EMPTY)
 
 
 @rule("aten._pdist_forward", "aten._pdist_backward")

@@ -1,4 +1,4 @@
-"""Normalisations: softmax, layer, root mean square, group and batch norm, with their derivatives."""
+"""Normalisations: softmax, layer, root mean square, group and batch norm; gated linear units, which are cut as softmax."""
 
 from __future__ import annotations
 
@@ -22,9 +22,17 @@ def softmax(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
     return Rule([labels] * len(call.specs), [labels])
 
 
-@rule("aten.native_layer_norm", "aten._fused_rms_norm", "aten.rms_norm")
+@rule("aten.glu", "aten.glu_backward")
+def glu(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
+    """One half of a dimension gates the other: it is whole."""
+    n = call.first.ndim
+    labels = tuple(None if i == call["dim"] % n else i for i in range(n))
+    return Rule([labels] * len(call.specs), [labels])
+
+
+@rule("aten.native_layer_norm", "aten.layer_norm", "aten._fused_rms_norm", "aten.rms_norm")
 def layer_norm(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
-    """The normalised dimensions are whole; those before them are independent. Statistics have size one in the former."""
+    """The normalised dimensions are whole, statistics have size one there; those before them are independent."""
     labels = leading(call.first.ndim, len(call["normalized_shape"]))
     return Rule(slots(call, input=labels), [labels] * len(outs), kernel=UNLESS_EMPTY)
 
@@ -58,15 +66,16 @@ def group_norm_backward(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
 
 
 _CHANNEL: Labels = ("c",)
+_WITHOUT_TRAINING = ("aten._native_batch_norm_legit_no_training", "aten._batch_norm_no_update")
 
 
 @rule(
-    "aten._native_batch_norm_legit", "aten._native_batch_norm_legit_no_training", "aten._native_batch_norm_legit_functional",
-    "aten._batch_norm_with_update", "aten._batch_norm_with_update_functional", "aten._batch_norm_no_update",
+    "aten._native_batch_norm_legit", "aten._native_batch_norm_legit_no_training", "aten._batch_norm_with_update",
+    "aten._native_batch_norm_legit_functional", "aten._batch_norm_with_update_functional", "aten._batch_norm_no_update",
 )  # fmt: skip
 def batch_norm(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
-    """Channels are independent. With running statistics all other dimensions are too; in training they must be whole."""
-    training = call.get("training", call.name not in ("aten._native_batch_norm_legit_no_training", "aten._batch_norm_no_update"))
+    """Channels are independent. With running statistics all other dimensions are too; in training they are whole."""
+    training = call.get("training", call.name not in _WITHOUT_TRAINING)
     rest = call.first.ndim - 2
     labels: Labels = (None, "c", *(None,) * rest) if training else ("n", "c", *range(rest))
     inputs = slots(call, input=labels, **dict.fromkeys(("weight", "bias", "running_mean", "running_var"), _CHANNEL))
@@ -75,7 +84,7 @@ def batch_norm(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
     saved = [i for i, o in enumerate(outs) if i and training and tuple(o.shape) == (channels,)]
     outputs = [_CHANNEL if i in saved else (None,) * o.ndim for i, o in enumerate(outs)]
     whole = frozenset(i for i in range(1, len(outs)) if i not in saved)
-    return Rule(inputs, [labels, *outputs[1:]], whole=whole, kernel="batch_norm_piece")
+    return Rule(inputs, [labels, *outputs[1:]], whole=whole, kernel=UNLESS_EMPTY)
 
 
 @rule("aten.native_batch_norm_backward", "aten.batch_norm_backward")
@@ -89,5 +98,5 @@ def batch_norm_backward(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
         if name in call.slots and call.spec(name).numel:
             per_channel[name] = _CHANNEL
     inputs = slots(call, grad_out=labels, input=labels, **per_channel)
-    sums = sums(tuple(x for x in labels if x != "c"))
-    return Rule(inputs, wanted(call, [labels, _CHANNEL, _CHANNEL]), reduce=sums, kernel=UNLESS_EMPTY)
+    reduce = sums(tuple(x for x in labels if x != "c"))
+    return Rule(inputs, wanted(call, [labels, _CHANNEL, _CHANNEL]), reduce=reduce, kernel=UNLESS_EMPTY)
