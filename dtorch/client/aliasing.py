@@ -17,7 +17,7 @@ from dtorch.client.handle import CopiedView, Family, Handle
 def join(new: Handle, base: Handle) -> None:
     """``new`` shares the memory of ``base``."""
     if base.family is None:
-        base.family = Family()
+        base.family = Family(base)
     new.family = base.family
 
 

@@ -235,7 +235,7 @@ def run(  # noqa: C901  (one loop, kept flat because every operator passes throu
     out._h = h = Handle(new, ready.spec, session)
     family = base._h.family
     if family is None:
-        family = base._h.family = Family()
+        family = base._h.family = Family(base._h)
     h.family = family
     return out
 
@@ -361,7 +361,7 @@ def wrap_results(cls: type, session: Session, ready: Ready, slots: list[Any], fi
         assert r.spec is not None
         spec = r.spec
         base = slots[r.alias] if r.alias is not None else None
-        if base is not None and not plan.copies_view:
+        if base is not None:
             offset = base.storage_offset() + r.offset if r.offset or base.storage_offset() else None
             if outside:
                 with torch.inference_mode(False):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +16,14 @@ class Family:
     """Tensors that share memory: a base and its views.
 
     ``version`` counts writes through any member. A view that had to be copied to other devices (its devices do not
-    hold the base's piece) remembers the version it was taken at, and is taken again when that is old.
+    hold the base's piece) remembers the version it was taken at, and is taken again when that is old. ``root`` is the
+    base's handle, as long as that lives.
     """
 
-    __slots__ = ("copies", "shadow_lost", "version")
+    __slots__ = ("copies", "root", "shadow_lost", "version")
 
-    def __init__(self) -> None:
+    def __init__(self, root: Handle) -> None:
+        self.root = weakref.ref(root)
         self.version = 0
         self.copies = 0  # copied views ever made; while 0 nobody needs to look at versions
         self.shadow_lost = False
@@ -48,7 +51,7 @@ class Handle:
         odd: whether it is a copied view or has a shadow: the dispatcher looks closer then.
     """
 
-    __slots__ = ("_shadow", "_view", "depth", "family", "id", "odd", "session", "spec")
+    __slots__ = ("__weakref__", "_shadow", "_view", "depth", "family", "id", "odd", "session", "spec")
 
     def __init__(self, id_: int, spec: TensorSpec, session: Session) -> None:
         self.id = id_

@@ -10,9 +10,9 @@ import torch
 from dtorch.client import aliasing, dispatch
 from dtorch.client.dispatch import SPECIAL, info_of, run
 from dtorch.client.shadow import lose
-from dtorch.client.wrap import empty, move, moved_spec, put, to_host
+from dtorch.client.wrap import empty, move, moved_spec, put, rewrap, to_host
 from dtorch.core.placements import REPLICATE
-from dtorch.core.torch_private import decompose, has_composite_kernel, set_metadata
+from dtorch.core.torch_private import decompose, has_composite_kernel, outside_of_dispatch, set_metadata
 
 aten = torch.ops.aten
 Args = tuple[Any, ...]
@@ -64,6 +64,16 @@ def is_pinned(cls: type, func: Any, args: Args, kwargs: Kwargs) -> Any:
 def record_stream(cls: type, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Nothing to do: workers keep the order."""
     return None
+
+
+@special(
+    aten._to_sparse.default, aten._to_sparse.sparse_dim, aten._to_sparse_csr.default, aten._to_sparse_csc.default,
+    aten._to_sparse_bsr.default, aten._to_sparse_bsc.default,
+)  # fmt: skip
+def to_sparse(cls: type, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Distributed tensors are dense: what is made sparse is a plain tensor of the host."""
+    with outside_of_dispatch(), torch.no_grad():
+        return func(to_host(args[0]), *args[1:], **kwargs)
 
 
 # -- between devices -------------------------------------------------------------------------------------------------
@@ -158,6 +168,25 @@ def adopt(x: Any, fresh: Any) -> Any:
     if f.family is not None:
         h.family = f.family
     return x
+
+
+@special(aten.as_strided.default)
+def as_strided(cls: type, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Strides and offset speak of the memory that the tensor lives in: that of its base.
+
+    Raises:
+        RuntimeError: the tensor is a view of one that is gone.
+    """
+    given = {**dict(zip(("self", "size", "stride", "storage_offset"), args, strict=False)), **kwargs}
+    x, offset = given["self"], given.get("storage_offset")
+    h = x._h
+    root = h if h.family is None else h.family.root()
+    if root is None:
+        raise RuntimeError(
+            "as_strided of a view whose base is gone: its memory is not known here. Keep the base, or clone() the view."
+        )
+    base = x if root is h else rewrap(root)
+    return run(cls, func, info_of(func), (base, given["size"], given["stride"], x.storage_offset() if offset is None else offset), {})
 
 
 def _view_in_place(functional: Any) -> Any:

@@ -13,7 +13,7 @@ from dtorch.client.dispatch import dispatch
 from dtorch.client.factories import placed
 from dtorch.client.future import TensorFuture
 from dtorch.client.handle import Handle
-from dtorch.core.errors import PlacementError
+from dtorch.core.errors import PlacementError, refuse
 from dtorch.core.mesh import DeviceMesh
 from dtorch.core.placements import REPLICATE, Placement, normalize
 from dtorch.core.torch_private import disabled_torch_function, make_wrapper_subclass
@@ -160,16 +160,21 @@ class DTensor(torch.Tensor):
         Raises:
             PlacementError: an unknown axis or mode, or a missing entry.
         """
+        mesh, chosen, faults = self.device_mesh, {}, []
         if default_placement_mode not in ("raise_error", "replicate", "keep"):
-            raise PlacementError(
+            faults.append(
                 f"default_placement_mode={default_placement_mode!r}: use 'raise_error', 'replicate' or 'keep'."
             )
-        mesh = self.device_mesh
-        chosen = {mesh.axis(name): p for name, p in placements_dict.items()}
+        for name, p in placements_dict.items():
+            try:
+                chosen[mesh.axis(name)] = p
+            except PlacementError as e:
+                faults.append(str(e))
         names = mesh.mesh_dim_names or tuple(range(mesh.ndim))
         missing = [names[a] for a in range(mesh.ndim) if a not in chosen]
         if missing and default_placement_mode == "raise_error":
-            raise PlacementError(f"No placement is given for mesh axes {missing} of {mesh}.")
+            faults.append(f"No placement is given for mesh axes {missing} of {mesh}.")
+        refuse(faults)
         default = [REPLICATE] * mesh.ndim if default_placement_mode == "replicate" else list(self.placements)
         return self.redistribute(placements=[chosen.get(a, default[a]) for a in range(mesh.ndim)])
 
@@ -345,7 +350,7 @@ class _Redistribute(torch.autograd.Function):
         ctx.back = h.spec
         target = wrap.moved_spec(h.session, h.spec, mesh, placements)
         if target is h.spec or (mesh is h.spec.mesh and placements == h.spec.placements):
-            return t.view_as(t)
+            return wrap.alias(t)
         return wrap.move(t, target)
 
     @staticmethod

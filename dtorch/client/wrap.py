@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dtorch.client.handle import Handle
+from dtorch.client.handle import Family, Handle
 from dtorch.client.lower import encode_move, wrapper_maker
 from dtorch.client.session import Request, Session
 from dtorch.client.sites import caller
@@ -34,6 +34,13 @@ def wrap(session: Session, tensor_id: int, spec: TensorSpec, offset: int = 0) ->
     make = wrapper_maker(_Class.tensor, spec, torch.device("dtorch", spec.mesh.id))
     out: Any = make(storage_offset=offset or None)
     out._h = Handle(tensor_id, spec, session)
+    return out
+
+
+def rewrap(h: Handle) -> Any:
+    """Another wrapper of the tensor of this handle."""
+    out: Any = wrapper_maker(_Class.tensor, h.spec, torch.device("dtorch", h.spec.mesh.id))()
+    out._h = h
     return out
 
 
@@ -110,6 +117,19 @@ def move(t: Any, target: TensorSpec) -> Any:
     out._h.shadow = live_shadow(h)
     if out._h.shadow is not None:
         out._h.shadow = out._h.shadow.clone()
+    return out
+
+
+def alias(t: Any) -> Any:
+    """Another tensor in the same memory (a copied view must be fresh; the alias does not follow later writes to it)."""
+    h: Handle = t._h
+    new = h.session.ids()
+    emit_move(h.session, h.id, h.spec, new, h.spec)
+    out = wrap(h.session, new, h.spec, t.storage_offset())
+    if h.family is None:
+        h.family = Family(h)
+    out._h.family = h.family
+    out._h.shadow = live_shadow(h)
     return out
 
 

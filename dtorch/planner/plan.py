@@ -90,6 +90,8 @@ def make_plan(call: Call, mesh: MeshLayout) -> Plan:
             return _dynamic_plan(call, mesh)
     outs: list[torch.Tensor] = []
     template = _template(value, outs)
+    if any(o.layout != torch.strided for o in outs):
+        raise NotImplementedError(f"{call.func} gives a {outs[0].layout} tensor; distributed tensors are strided.")
     written = frozenset(call.written_slots())
     fallback = False
     random = draws(call)

@@ -13,6 +13,7 @@ from dtorch.core.spec import TensorSpec, dense_strides
 from dtorch.protocol.plans import WirePlan
 from dtorch.protocol.values import DeviceSlot, GeneratorSlot, Number, Slot
 from dtorch.worker import kernels_index, kernels_nn, kernels_sequence  # noqa: F401  (they register their kernels)
+from dtorch.worker.codegen import compile_simple, function_of
 from dtorch.worker.kernels import KERNELS, STAND_INS, Context
 from dtorch.worker.random import draw
 
@@ -66,6 +67,7 @@ class Program:
         self.op = resolve(plan.op) if plan.op else None
         self.simple: Callable[[dict[int, Any], list[Any], int], int] | None = None
         self._fixes: dict[int, list[tuple[int, ...] | None]] = {}
+        self._targets: list[tuple[Callable[..., Any], list[Any], dict[str, Any]]] = []
         if self.op is not None and not self.absent:
             self._calls = [self._bind(p) for p in self.here]
             if len(self.here) == 1 and not (plan.moves or plan.back or plan.dynamic or plan.random):
@@ -100,6 +102,7 @@ class Program:
             def target(*a: Any, **k: Any) -> Any:
                 return function(context, *a, **k)
 
+        self._targets.append((target if target is not op else function_of(op), args, kwargs))
         if all(type(a) is Slot and a.index == i for i, a in enumerate(args)) and not kwargs:
             return lambda tensors, numbers, generator: target(*tensors)
         device = self.device
@@ -148,31 +151,24 @@ class Program:
         return [self._finish(k, flatten(raw)) for k, raw in enumerate(raws)]
 
     def _make_simple(self) -> Callable[[dict[int, Any], list[Any], int], int]:
-        """The fast path of one local device: no moves, no waiting, results straight into the store."""
+        """The fast path of one local device: no moves, no waiting, results straight into the store.
+
+        The first run checks the results; when they are as predicted, compiled code takes over.
+        """
         plan, call = self.plan, self._calls[0]
         n, m, takes_id = len(plan.slots), plan.numbers, self.takes_id
-        returns = self.op._schema.returns  # type: ignore[union-attr]
-        single = len(plan.results) == 1 and takes_id and len(returns) == 1 and str(returns[0].type) == "Tensor"
-        finish = self._finish
 
         def run(store: dict[int, Any], commands: list[Any], i: int) -> int:
             tensors = [store[x][0] for x in commands[i : i + n]]
-            i += n
-            numbers = commands[i : i + m]
-            i += m
-            raw = call(tensors, numbers, None)
-            if single:
-                fix = self._fixes.get(0)
-                store[commands[i]] = [raw] if fix is _NOTHING else finish(0, [raw])
-                return i + 1
-            out = finish(0, flatten(raw))
+            raw = call(tensors, commands[i + n : i + n + m], None)
+            out = self._finish(0, flatten(raw))
+            i += n + m
             if takes_id:
-                new = commands[i]
-                for k in self.new:
-                    store[new] = [out[k]]
-                    new += 1
-                return i + 1
-            return i
+                for j, k in enumerate(self.new):
+                    store[commands[i] + j] = [out[k]]
+            if self._fixes.get(0) is _NOTHING and _compiles(plan, raw):
+                self.simple = compile_simple(plan, *self._targets[0], self.device, self.new)
+            return i + takes_id
 
         return run
 
@@ -214,6 +210,15 @@ class Program:
         for result in self.plan.results:
             if result.same is not None:
                 store[ids[result.same]] = cause
+
+
+def _compiles(plan: WirePlan, raw: Any) -> bool:
+    """Whether compiled code can take the raw result apart: one tensor, or a flat sequence of just the results."""
+    if len(plan.results) == 1:
+        return isinstance(raw, torch.Tensor)
+    return all(r.same is not None for r in plan.results) or (
+        isinstance(raw, (list, tuple)) and all(isinstance(x, torch.Tensor) for x in raw)
+    )
 
 
 _NOTHING: list[tuple[int, ...] | None] = []

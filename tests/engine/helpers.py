@@ -42,14 +42,14 @@ def full(x: Any) -> Any:
 def same(got: Any, want: torch.Tensor, placements: Sequence[Any] | None = None) -> None:
     """Equal shape, strides of memory order, dtype and every bit (nan equals nan); and the placements, when given."""
     assert isinstance(got, dtorch.Tensor), f"{type(got).__name__} is not distributed"
+    if placements is not None:  # before reading, which reduces what is Partial
+        assert list(got.placements) == list(placements)
     value = full(got)
     assert tuple(got.shape) == tuple(value.shape) == tuple(want.shape)
     assert got.dtype == value.dtype == want.dtype
     want = want.detach().resolve_conj().resolve_neg()
     value = value.resolve_conj().resolve_neg()
     assert torch.equal(torch.nan_to_num(value, 0.25), torch.nan_to_num(want, 0.25)), f"{value}\n instead of\n{want}"
-    if placements is not None:
-        assert list(got.placements) == list(placements)
 
 
 def close(got: Any, want: torch.Tensor) -> None:

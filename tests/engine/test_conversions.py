@@ -160,7 +160,7 @@ def test_pieces(mode):
             assert torch.equal(piece, want)
     assert torch.equal(d.to_local(), x[:3, :2])
     assert torch.equal(d.to_local("cpu"), x[:3, :2])
-    assert torch.equal(spread(x, on, S0, S0).to_local(4), x[5:])
+    assert torch.equal(spread(x, on, S0, S0).to_local(4), x[4:])
     assert spread(torch.ones(1, 3), on, S0, R).to_local(4).shape == (0, 3)
     assert torch.equal(spread(x, on, R, S1).t().to_local(2), x.t()[2:])
     assert torch.equal(d.to_local(1).t(), d.t().to_local(1))
@@ -217,8 +217,8 @@ def test_moves_between_devices_and_dtypes():
     same(d.dtorch(e.device.index), full(d))
     for t in (d.pin_memory(), d.contiguous(), d.detach(), d.requires_grad_(False)):
         same(t, full(d))
-    with pytest.raises(BufferError):
-        torch.utils.dlpack.to_dlpack(d)
+    with pytest.raises((BufferError, ValueError)):
+        torch.from_dlpack(d)
     assert d.device.type == "dtorch"
     assert d.is_contiguous()
     assert not d.is_cpu

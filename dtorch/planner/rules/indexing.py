@@ -195,7 +195,10 @@ def take(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
     return Rule([(None,) * call.first.ndim, labels], [labels], linear=(frozenset({0}),))
 
 
-@rule("aten.put", "aten.masked_scatter", "aten.masked_scatter_backward", "aten.nonzero_static")
+@rule(
+    "aten.put", "aten.masked_scatter", "aten.masked_scatter_backward", "aten.nonzero_static", "aten.multinomial",
+    "aten.poisson", "aten.binomial", "aten._standard_gamma", "aten._sample_dirichlet",
+)  # fmt: skip
 def in_order(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
     """Element by element in the order of the whole tensor, which every device must have."""
     return replicated(call, outs)

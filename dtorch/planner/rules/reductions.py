@@ -61,7 +61,7 @@ def mean(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
 @rule(
     "aten.var", "aten.std", "aten.var_mean", "aten.std_mean", "aten.logsumexp", "aten.norm", "aten.linalg_vector_norm",
     "aten.median", "aten.nanmedian", "aten.mode", "aten.kthvalue", "aten.argmax", "aten.argmin", "aten.aminmax",
-    "aten.quantile", "aten.nanquantile",
+    "aten.quantile", "aten.nanquantile", "aten.hash_tensor",
 )  # fmt: skip
 def along(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
     """Reductions that need the reduced dimensions whole."""
