@@ -142,6 +142,8 @@ def register() -> None:
     _library.append(library)
     for func in factories.KERNELS:
         library.impl(torch_private.overload_name(func), factories.kernel(func), "PrivateUse1")
+    # Zeros without memory, as some gradients have; here they are zeros like any other.
+    library.impl("_efficientzerotensor", factories.kernel(torch.ops.aten.zeros.default), "PrivateUse1")
     library.impl("_copy_from", _copy_from, "PrivateUse1")
     for name in ("native_channel_shuffle", "mish_backward", "silu_backward"):
         # Never called (the Python key comes first); with a kernel present torch keeps these whole for autograd, as it

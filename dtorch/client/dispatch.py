@@ -380,6 +380,7 @@ def wrap_results(cls: type, session: Session, ready: Ready, slots: list[Any], fi
 
 def wait_for_specs(session: Session, plan: Plan, request: Any) -> list[Any]:
     """Specs of results that only the workers know: waits for them."""
+    session.reads += 1
     session.flush()
     session.wait(request, None)
     if request.error is not None:

@@ -10,7 +10,8 @@ from dtorch.client import graph
 from dtorch.client.sites import caller, describe
 from dtorch.core.spec import TensorSpec
 from dtorch.planner.plan import Plan
-from dtorch.planner.redistribute import Step, step_bytes
+from dtorch.core.steps import Step
+from dtorch.planner.redistribute import step_bytes
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from dtorch.core.spec import TensorSpec
 from dtorch.core.torch_private import make_wrapper_subclass
 from dtorch.planner.call import Call
 from dtorch.planner.plan import Plan, Result
-from dtorch.planner.redistribute import Step
+from dtorch.core.steps import Step
 from dtorch.protocol.values import DeviceSlot, GeneratorSlot, Number, Slot, encode
 
 

@@ -62,6 +62,7 @@ class Session:
         limit: length of ``buf`` beyond which ``emitted`` must be called.
         ids: next free tensor id.
         plans: call key -> ready plan.
+        reads: how often the program waited for values, or for shapes that depend on values.
     """
 
     def __init__(self, link: Link, config: SessionConfig) -> None:
@@ -92,6 +93,7 @@ class Session:
         self._failures: deque[RemoteError] = deque()
         self._by_serial: dict[int, RemoteError] = {}
         self._flushes = 0
+        self.reads = 0
         self._immediate = config.mode == "inline"
         self._wake = threading.Event()
         self.limit = -1
@@ -381,6 +383,7 @@ class Session:
 
     def finish(self, request: Request) -> None:
         """Wait for a request's answer; raises what prevented it, or what else failed until then."""
+        self.reads += 1
         self.wait(request, None)
         if request.error is not None:
             raise request.error

@@ -350,7 +350,7 @@ class _Redistribute(torch.autograd.Function):
         ctx.back = h.spec
         target = wrap.moved_spec(h.session, h.spec, mesh, placements)
         if target is h.spec or (mesh is h.spec.mesh and placements == h.spec.placements):
-            return wrap.alias(t)
+            return wrap.alias(t) if h.view is None else t.view_as(t)
         return wrap.move(t, target)
 
     @staticmethod

@@ -15,6 +15,9 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 make_wrapper_subclass = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
 disabled_torch_function = torch._C._disabled_torch_function_impl
 below_autograd = torch._C._AutoDispatchBelowAutograd
+OpOverload = torch._ops.OpOverload
+# Python functions of operators that torch's public modules wrap or lack.
+nn_functions = torch._C._nn
 
 
 @contextlib.contextmanager

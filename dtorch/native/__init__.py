@@ -3,7 +3,7 @@
 Without it everything runs, but an error raised inside `backward()` ends the process instead of reaching the caller,
 and backward works on device index 0 only (autograd starts one thread for each device that the guard counts).
 
-Call `setup` of the loaded module before `torch.utils.backend_registration._setup_privateuseone_for_python_backend`:
+Call `setup` of the loaded module before `dtorch.core.torch_private.register_backend`:
 that function keeps a guard and hooks that are there already and registers its Python ones otherwise, so it is called
 the same way with and without the native part. In the other order PyTorch refuses the native hooks.
 

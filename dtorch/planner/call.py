@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from dtorch.core.spec import TensorSpec
-
-OpOverload = torch._ops.OpOverload
+from dtorch.core.torch_private import OpOverload
 
 
 @cache

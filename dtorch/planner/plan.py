@@ -13,7 +13,8 @@ from dtorch.core.spec import MeshLayout, TensorSpec
 from dtorch.planner.call import Call, draws, is_view
 from dtorch.planner.choose import Choice, choose
 from dtorch.planner.meta import NoMeta, predict
-from dtorch.planner.redistribute import Step, plan_steps
+from dtorch.core.steps import Step
+from dtorch.planner.redistribute import plan_steps
 from dtorch.planner.rule import Label, NoRule, Rule, find_rule, replicated
 from dtorch.planner.rules import default_rule
 

@@ -7,16 +7,7 @@ from typing import Any
 
 from dtorch.core.errors import ProtocolError
 from dtorch.core.spec import TensorSpec
-
-
-@dataclass(frozen=True)
-class WireStep:
-    """One redistribution step: kind, mesh axis, spec before and after."""
-
-    kind: str
-    axis: int
-    src: TensorSpec
-    dst: TensorSpec
+from dtorch.core.steps import Step
 
 
 @dataclass(frozen=True)
@@ -50,8 +41,8 @@ class WirePlan:
     numbers: int
     args: list[Any]
     kwargs: dict[str, Any]
-    moves: tuple[tuple[int, tuple[WireStep, ...]], ...]
-    back: tuple[tuple[int, tuple[WireStep, ...]], ...]
+    moves: tuple[tuple[int, tuple[Step, ...]], ...]
+    back: tuple[tuple[int, tuple[Step, ...]], ...]
     results: tuple[WireResult, ...]
     kernel: str | None
     resize: tuple[str, int] | None
@@ -66,8 +57,8 @@ def decode_plan(data: Any, specs: dict[int, TensorSpec], decode_value: Any) -> W
         ProtocolError: malformed data.
     """
 
-    def steps(rows: Any) -> tuple[tuple[int, tuple[WireStep, ...]], ...]:
-        return tuple((slot, tuple(WireStep(k, a, specs[s], specs[d]) for k, a, s, d in row)) for slot, row in rows)
+    def steps(rows: Any) -> tuple[tuple[int, tuple[Step, ...]], ...]:
+        return tuple((slot, tuple(Step(k, a, specs[s], specs[d]) for k, a, s, d in row)) for slot, row in rows)
 
     try:
         op, mesh, slots, numbers, args, kwargs, moves, back, results, kernel, resize, flags = data

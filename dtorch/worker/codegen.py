@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from dtorch.core.torch_private import nn_functions
 from dtorch.protocol.plans import WirePlan
 from dtorch.protocol.values import DeviceSlot, Number, Slot
 
@@ -29,10 +30,10 @@ _FUNCTIONS: dict[str, Any] = {
             "matmul.default", "where.self", "eq.Tensor", "eq.Scalar", "ne.Scalar", "bitwise_and.Tensor",
         )
     },
-    "linear.default": torch._C._nn.linear,
-    "silu.default": torch.nn.functional.silu if not hasattr(torch._C._nn, "silu") else torch._C._nn.silu,
-    "gelu.default": torch._C._nn.gelu,
-    "scaled_dot_product_attention.default": torch._C._nn.scaled_dot_product_attention,
+    "linear.default": nn_functions.linear,
+    "silu.default": nn_functions.silu,
+    "gelu.default": nn_functions.gelu,
+    "scaled_dot_product_attention.default": nn_functions.scaled_dot_product_attention,
     "view.default": torch.Tensor.view,
     "expand.default": torch.Tensor.expand,
     "add_.Tensor": torch.Tensor.add_,
@@ -52,7 +53,12 @@ def function_of(op: Any) -> Callable[..., Any]:
 
 
 def compile_simple(
-    plan: WirePlan, target: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], device: torch.device, new: list[int]
+    plan: WirePlan,
+    target: Callable[..., Any],
+    args: list[Any],
+    kwargs: dict[str, Any],
+    device: torch.device,
+    new: list[int],
 ) -> Simple:
     """``(store, commands, index) -> next index`` for one local device and results that need no mending.
 

@@ -23,7 +23,7 @@ import torch
 from dtorch.core.errors import PlacementError
 from dtorch.core.placements import Partial, Placement
 from dtorch.core.spec import Box, MeshLayout, box_shape, chunk, dense_strides
-from dtorch.planner.redistribute import REDUCTIONS, Step, memory_order, neutral_element, transfers
+from dtorch.core.steps import REDUCTIONS, Step, memory_order, neutral_element, transfers
 from dtorch.worker.groups import Groups, Workers, cut, flat, flat_bytes
 from dtorch.worker.reduction import reduce_terms
 

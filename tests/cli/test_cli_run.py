@@ -22,6 +22,12 @@ def test_one_inline_device_draws_what_diffusers_draws(command, tmp_path: Path, m
         assert np.asarray(picture).std() > 5
 
 
+def test_one_device_is_exact_for_a_batch_too(command) -> None:
+    args = ("--mode", "inline", "--mesh", "dp=1", "--num-images", "2", "--check")
+    done = command("run", "sd3", "--prompt", "a photo of a cat", *args, *FAST)
+    assert done.returncode == 0, done.stderr
+
+
 def test_two_local_devices_and_two_pictures(command, tmp_path: Path) -> None:
     args = ("--mode", "local", "--num-images", "2", "--negative-prompt", "dog", "--out", "cat.png", "--json", "--check")
     done = command("run", "sd3", "--prompt", "a photo of a cat", *args, *FAST)

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from dtorch.core.errors import PlacementError
 from dtorch.core.placements import REPLICATE, Partial, Shard
 from dtorch.core.spec import MeshLayout, TensorSpec
-from dtorch.planner.redistribute import Step, plan_steps
+from dtorch.core.steps import Step
+from dtorch.planner.redistribute import plan_steps
 from dtorch.worker.collectives import Collectives
 from tests.redistribute.cases import (
     DTYPES,
