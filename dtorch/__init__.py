@@ -48,3 +48,9 @@ _SUBPACKAGES = frozenset({"api", "cli", "client", "comm", "controller", "core", 
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+from dtorch import autoload  # noqa: E402  (it may import the rest)
+
+autoload.watch()
+del autoload

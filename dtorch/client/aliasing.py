@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from dtorch.client.handle import CopiedView, Family, Handle
+from dtorch.core.placements import REPLICATE
 
 
 def join(new: Handle, base: Handle) -> None:
@@ -68,14 +69,13 @@ def _register(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], base: An
         return again if isinstance(again, torch.Tensor) else again[index]
 
     def write_back(written: Any) -> None:
-        # Which elements of the base the view shows: the same view of their numbers.
+        # In a whole copy of the base the same view is none of other devices' data: writing to it writes the copy.
         with torch.no_grad():
-            numbers = torch.arange(base.numel(), device=base.device).view(base.shape)
-            swap = tuple(numbers if a is base else a for a in args)
-            shown = func(*swap, **{k: numbers if v is base else v for k, v in kwargs.items()})
-            shown = shown if isinstance(shown, torch.Tensor) else shown[index]
-            flat = base.reshape(-1).index_put((shown.reshape(-1),), written.reshape(-1))
-            base.copy_(flat.view(base.shape))
+            whole = base.redistribute(placements=[REPLICATE] * len(base.placements)).clone()
+            swap = tuple(whole if a is base else a for a in args)
+            shown = func(*swap, **{k: whole if v is base else v for k, v in kwargs.items()})
+            (shown if isinstance(shown, torch.Tensor) else shown[index]).copy_(written)
+            base.copy_(whole)
 
     family = out._h.family
     assert family is not None

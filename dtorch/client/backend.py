@@ -212,8 +212,11 @@ def _needs_gradient(*tensors: torch.Tensor | None) -> bool:
 
 
 def _keep_whole(library: torch.library.Library) -> None:
-    """linear and layer_norm as one operator where autograd does not need their parts."""
-    for whole in (torch.ops.aten.linear.default, torch.ops.aten.layer_norm.default):
+    """linear, matmul and layer_norm as one operator where autograd does not need their parts.
+
+    matmul's parts would fold a stack into the rows of one matrix, which a cut of the rows does not survive.
+    """
+    for whole in (torch.ops.aten.linear.default, torch.ops.aten.matmul.default, torch.ops.aten.layer_norm.default):
         library.impl(torch_private.overload_name(whole), _whole(whole), "AutogradPrivateUse1")
 
 

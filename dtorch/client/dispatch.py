@@ -16,6 +16,7 @@ from dtorch.client import aliasing, random, shadow
 from dtorch.client.handle import Family, Handle
 from dtorch.client.lower import Ready, encode_plan, mark
 from dtorch.client.notices import is_strict, note_fallback, refuse_hidden_moves
+from dtorch.client.probe import needs_probe, with_strides
 from dtorch.client.session import Session
 from dtorch.client.sites import caller
 from dtorch.client.wrap import empty, put, reduced, to_host, wrap
@@ -199,7 +200,7 @@ def run(  # noqa: C901  (one loop, kept flat because every operator passes throu
     ready = session.plans.get(k)
     if ready is None:
         try:
-            ready = make_ready(cls, session, func, info, args, kwargs or _NO_KWARGS, k)
+            ready = make_ready(cls, session, func, info, args, kwargs or _NO_KWARGS, k, ids)
         except OnClient:
             return run_on_client(cls, session, func, args, kwargs or _NO_KWARGS)
         if ready is None:  # an argument was re-placed: its spec, and so the key, changed
@@ -252,6 +253,7 @@ def make_ready(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     key: tuple[Any, ...],
+    ids: list[Any],
 ) -> Ready | None:
     """Plan a call seen for the first time; ``None`` when an argument was re-placed and the key must be built again."""
 
@@ -277,8 +279,14 @@ def make_ready(
     if plan.reduce and replace_reduced(cls, plan, args, kwargs):
         return None
     marked, marked_kwargs, numbers = mark(call, info.names, info.numbers)
-    with session.lock:
-        code = session.send_plan(encode_plan(session, plan, marked, marked_kwargs, numbers + plan.random))
+
+    def send(plan: Plan) -> int:
+        with session.lock:
+            return session.send_plan(encode_plan(session, plan, marked, marked_kwargs, numbers + plan.random))
+
+    if needs_probe(plan):
+        plan = with_strides(session, plan, ids, send)
+    code = send(plan)
     alias = next((r.alias for r in plan.results if r.alias is not None and not r.same), None)
     ready = Ready(session, plan, code, cls, alias if is_view(func) else None)
     session.plans[key] = ready

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from dtorch.client.sites import Site, describe
 from dtorch.core.errors import RemoteError
 
+_BUILTIN = {
+    e.__name__: e
+    for e in (IndexError, ValueError, TypeError, KeyError, NotImplementedError, OSError, torch.OutOfMemoryError)
+}
 _KINDS: dict[str, type[RemoteError]] = {}
 
 
@@ -26,9 +32,7 @@ def remote_error(
 
 
 def _class_for(kind: str) -> type[RemoteError]:
-    builtin = {
-        e.__name__: e for e in (IndexError, ValueError, TypeError, KeyError, MemoryError, NotImplementedError)
-    }.get(kind)
+    builtin = _BUILTIN.get(kind)
     if builtin is None:
         return RemoteError
     if kind not in _KINDS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -257,9 +258,9 @@ def set_(cls: type, func: Any, args: Args, kwargs: Kwargs) -> Any:
 def functional_of(func: Any) -> Any:
     """The overload without ``out`` arguments, or ``None``."""
     schema = func._schema
-    wanted = [(a.name, str(a.type)) for a in schema.arguments if not a.is_out]
-    if len(wanted) == len(schema.arguments):
+    if not any(a.is_out for a in schema.arguments):
         return None
+    wanted = [(a.name, str(a.type)) for a in schema.arguments if not a.is_out and a.name not in _FACTORY]
     namespace, name = schema.name.split("::")
     packet = getattr(getattr(torch.ops, namespace), name)
     for overload in packet.overloads():
@@ -275,6 +276,8 @@ _FACTORY = frozenset({"dtype", "layout", "device", "pin_memory"})
 
 
 def _out_variant(functional: Any) -> Any:
+    sums = functional._schema.name.removeprefix("aten::") in ("sum", "nansum", "prod", "mean", "cumsum", "cumprod")
+
     def handler(cls: type, func: Any, args: Args, kwargs: Kwargs) -> Any:
         names = [a.name for a in func._schema.arguments]
         outs = {n: kwargs[n] for n in names if n in kwargs and _is_out(func, n)}
@@ -288,6 +291,8 @@ def _out_variant(functional: Any) -> Any:
                         "tensor, or bring the result here with .to_torch()."
                     )
         rest = {k: v for k, v in kwargs.items() if k not in outs}
+        if sums and rest.get("dtype") is None:
+            rest["dtype"] = next(iter(outs.values())).dtype  # a sum is taken in the type of its target
         results = functional(*plain, **rest)
         flat = list(results) if isinstance(results, (list, tuple)) else [results]
         targets: list[Any] = []
@@ -299,6 +304,12 @@ def _out_variant(functional: Any) -> Any:
                     f"result type {result.dtype} can't be cast to the desired output type {target.dtype}"
                 )
             if target.shape != result.shape:
+                if target.numel():
+                    warnings.warn(
+                        f"An output with one or more elements was resized since it had shape {list(target.shape)}, which "
+                        f"does not match the required output shape {list(result.shape)}; resize_(0) it to say so.",
+                        stacklevel=4,
+                    )
                 target.resize_(result.shape)
             target.copy_(result)
         return targets[0] if len(targets) == 1 else tuple(targets)

@@ -105,3 +105,27 @@ def has_composite_kernel(func: Any) -> bool:
 def decompose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run such an operator by its parts."""
     return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+
+def convolution_format(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    transposed: bool,
+    output_padding: list[int],
+    groups: int,
+) -> torch.memory_format:
+    """Memory format of a convolution's result on the CPU; the tensors' values are not looked at.
+
+    For a convolution in one dimension it is that of the result with a dimension of size one before the last.
+    """
+    backend = torch._C._select_conv_backend(
+        x, weight, bias=bias, stride=stride, padding=padding, dilation=dilation, transposed=transposed,
+        output_padding=output_padding, groups=groups,
+    )  # fmt: skip
+    if x.dim() == 3:
+        x, weight = x.contiguous().unsqueeze(2), weight.unsqueeze(2)
+    return torch._C._conv_determine_backend_memory_format(x, weight, backend)  # type: ignore[no-any-return, attr-defined]

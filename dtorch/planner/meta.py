@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from dtorch.core.spec import TensorSpec, contiguous_strides
-from dtorch.core.torch_private import below_python_dispatch
+from dtorch.core.torch_private import below_python_dispatch, convolution_format
 from dtorch.planner.call import Call
 from dtorch.planner.missing_meta import SHAPES
 
@@ -38,7 +38,7 @@ def predict(call: Call) -> tuple[Any, list[torch.Tensor]]:
 
     def convert(value: Any) -> Any:
         if isinstance(value, TensorSpec):
-            made.append(torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=device))
+            made.append(_like(value, device))
             return made[-1]
         if isinstance(value, (list, tuple)):
             return [convert(v) for v in value]
@@ -63,9 +63,24 @@ def _ambiguous(call: Call) -> bool:
     For dimensions of size one, meta implementations of element-by-element operators invent other strides than real
     ones, and kernels read the memory format, and with it the order of their sums, off such strides.
     """
+    if call.name in _OWN_STRIDES:
+        return call.first.numel > 0 and (call.name in _FFT or any(not _row_major(s) for s in call.specs))
     if torch.Tag.pointwise not in call.func.tags and call.name not in ("aten._to_copy", "aten.empty_like", "aten.zeros_like"):
         return False
     return any(1 in s.shape and s.numel and not _row_major(s) for s in call.specs)
+
+
+# Light operators whose CPU kernels order the memory of their results otherwise than their meta implementations.
+_FFT = frozenset({"aten._fft_r2c", "aten._fft_c2r", "aten._fft_c2c"})
+_OWN_STRIDES = _FFT | {
+    "aten.pixel_shuffle", "aten.channel_shuffle", "aten.native_channel_shuffle", "aten.reflection_pad2d",
+    "aten.reflection_pad3d", "aten.replication_pad2d", "aten.replication_pad3d", "aten.max_unpool2d",
+    "aten.log_sigmoid_forward", "aten.native_dropout_backward",
+}  # fmt: skip
+
+
+def _like(spec: TensorSpec, device: str) -> torch.Tensor:
+    return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)
 
 
 def _row_major(spec: TensorSpec) -> bool:
@@ -87,7 +102,12 @@ def _grouped_mm(call: Call) -> torch.Tensor:
 
 
 def _corrected(call: Call, result: Any) -> Any:
-    """Shapes that a meta implementation gets wrong: batch norm saves no statistics when it uses the running ones."""
+    """What a meta implementation gets wrong.
+
+    Batch norm saves no statistics when it uses the running ones; a convolution's memory format depends on its kernel.
+    """
+    if call.name == "aten.convolution":
+        return _convolution(call, result)
     if call.name in (
         "aten._native_batch_norm_legit_no_training",
         "aten._native_batch_norm_legit",
@@ -97,6 +117,18 @@ def _corrected(call: Call, result: Any) -> Any:
             out, mean, deviation = result
             return out, mean.new_empty(0), deviation.new_empty(0)
     return result
+
+
+def _convolution(call: Call, out: torch.Tensor) -> torch.Tensor:
+    """The result in the memory format that the CPU's kernels choose, where the inputs are not in row-major order."""
+    tensors = [call[name] for name in ("input", "weight", "bias")]
+    if not out.numel() or all(t is None or _row_major(t) for t in tensors):
+        return out
+    settings = [call[n] for n in ("stride", "padding", "dilation", "transposed", "output_padding", "groups")]
+    chosen = convolution_format(*(None if t is None else _like(t, "cpu") for t in tensors), *settings)
+    if out.dim() == 3:
+        return out.new_empty(*out.shape[:2], 1, out.shape[2]).to(memory_format=chosen).squeeze(2)
+    return torch.empty(out.shape, dtype=out.dtype, device="meta", memory_format=chosen)
 
 
 def _depends_on_data(call: Call) -> bool:

@@ -94,6 +94,7 @@ def make_plan(call: Call, mesh: MeshLayout) -> Plan:
     if any(o.layout != torch.strided for o in outs):
         raise NotImplementedError(f"{call.func} gives a {outs[0].layout} tensor; distributed tensors are strided.")
     written = frozenset(call.written_slots())
+    _refuse_overlap(call, written)
     fallback = False
     random = draws(call)
     if all(s.is_replicated for s in call.specs):
@@ -113,6 +114,17 @@ def make_plan(call: Call, mesh: MeshLayout) -> Plan:
     same = {i: slot for i, out in enumerate(outs) for slot, meta in enumerate(metas) if out is meta}
     choice = choose(rule, call.specs, mesh, _sizes(rule, call.specs, outs), written, same)
     return _assemble(call, mesh, rule, choice, outs, metas, template, written, random, fallback)
+
+
+def _refuse_overlap(call: Call, written: frozenset[int]) -> None:
+    """As torch does, refuse to write to a tensor several of whose elements are one (the result of ``expand``)."""
+    for slot in written:
+        spec = call.specs[slot]
+        if any(n > 1 and step == 0 for n, step in zip(spec.shape, spec.stride, strict=True)):
+            raise RuntimeError(
+                f"{call.func}: unsupported operation: more than one element of the written-to tensor refers to a single "
+                "memory location. Please clone() the tensor before performing the operation."
+            )
 
 
 def _sizes(rule: Rule, specs: Sequence[TensorSpec], outs: Sequence[torch.Tensor]) -> dict[Label, int]:

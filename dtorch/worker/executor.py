@@ -12,7 +12,7 @@ import torch
 from dtorch.core.errors import ProtocolError
 from dtorch.core.spec import MeshLayout, TensorSpec, dense_strides
 from dtorch.protocol import commands as C
-from dtorch.protocol.plans import decode_plan
+from dtorch.protocol.plans import WirePlan, decode_plan
 from dtorch.protocol.values import decode, decode_spec, dtype_name
 from dtorch.worker.collectives import Collectives
 from dtorch.worker.generators import Generators
@@ -110,22 +110,19 @@ class Executor:
             for step in steps:
                 inputs[slot] = self._step(step, inputs[slot])
         if poison is not None:
-            # Peers run the way back too; this worker keeps up with them although its values mean nothing.
-            for slot, steps in plan.back:
-                local = inputs[slot]
-                for step in steps:
-                    local = self._step(step, local)
+            self._bring_back(plan, inputs)  # peers do, and wait for this worker, although its values mean nothing
             program.poison(self.store, ids, first_out, poison)
             return
         if not plan.op:
             self.store[first_out] = inputs[0]
             return
         generator = self.generators.get(numbers.pop()) if plan.random else None
-        results = program.run(inputs, numbers, generator)
-        for slot, steps in plan.back:
-            local = inputs[slot]
-            for step in steps:
-                local = self._step(step, local)
+        try:
+            results = program.run(inputs, numbers, generator)
+        except Exception:
+            self._bring_back(plan, inputs)  # as above
+            raise
+        for slot, local in self._bring_back(plan, inputs):
             for mine, home in zip(self.store[ids[slot]], local, strict=True):
                 mine.copy_(home)
         new = first_out
@@ -138,6 +135,16 @@ class Executor:
             if self.positions[plan.mesh][0] == 0:
                 found = [[list(t.shape), list(t.stride()), dtype_name(t.dtype)] for t in results[0]]
                 self._reply([C.META, request, found])
+
+    def _bring_back(self, plan: WirePlan, inputs: list[list[torch.Tensor]]) -> list[tuple[int, list[torch.Tensor]]]:
+        """Written slots that were moved, in the placement they came from."""
+        found = []
+        for slot, steps in plan.back:
+            local = inputs[slot]
+            for step in steps:
+                local = self._step(step, local)
+            found.append((slot, local))
+        return found
 
     def _step(self, step: Any, local: list[torch.Tensor]) -> list[torch.Tensor]:
         """One redistribution step; workers that host a device of neither mesh take no part."""
@@ -170,7 +177,12 @@ class Executor:
             cause = Poison(serial, f"{type(e).__name__}: {e}")
             text = "".join(traceback.format_exception(e))
             device = f"{self.device.type}:{self._device_of(plan.mesh)}"
-            self._reply([C.ERROR, serial, plan.op, device, type(e).__name__, str(e), text, shapes])
+            kind = "OutOfMemoryError" if no_memory(e) else type(e).__name__
+            self._reply([C.ERROR, serial, plan.op, device, kind, str(e), text, shapes])
+            # What refuses its arguments does so on every device, and leaves them as they are or, as torch does, partly
+            # written; they stay usable. Want of memory may hit one device alone.
+            if not no_memory(e):
+                ids = ()
         program.poison(self.store, ids, first_out, cause)
         if plan.dynamic and self.positions[plan.mesh] and self.positions[plan.mesh][0] == 0:
             self._reply([C.META, commands[i + program.width - 2], None])
@@ -263,6 +275,11 @@ class Executor:
     def _count(self, c: list[Any], i: int, frames: Sequence[Any]) -> int:
         self.serial = c[i]
         return i + 1
+
+
+def no_memory(e: Exception) -> bool:
+    """Whether an operator failed for want of memory; torch's CPU allocator has no exception of its own."""
+    return isinstance(e, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(e)
 
 
 def as_bytes(t: torch.Tensor) -> memoryview:

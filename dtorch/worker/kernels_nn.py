@@ -136,6 +136,8 @@ def embedding_bag_piece(
     size = torch.zeros(offsets.numel(), dtype=torch.long, device=indices.device)
     low, high = ctx.input_box(0)[0]
     if high - low == ctx.inputs[0].shape[0]:
+        if weight.stride(1) != 1:  # the CPU kernel's other path fails on the last offset; pieces of one column get here
+            weight = weight.clone(memory_format=torch.contiguous_format)
         out, _, _, largest = ctx.op(
             weight, indices, offsets, by_frequency, mode, sparse, per_sample_weights, include_last_offset, padding_idx
         )

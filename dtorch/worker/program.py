@@ -204,11 +204,11 @@ class Program:
         return fixes
 
     def poison(self, store: dict[int, Any], ids: Sequence[int], first_out: int, cause: Poison) -> None:
-        """Mark every result, and every written argument, as lost."""
+        """Mark every result, and every written argument among ``ids``, as lost."""
         for k in range(len(self.new)):
             store[first_out + k] = cause
         for result in self.plan.results:
-            if result.same is not None:
+            if ids and result.same is not None:
                 store[ids[result.same]] = cause
 
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.utils._pytree import tree_leaves
 
 import dtorch
-from tests.engine.helpers import S0, S1, P, R, both_modes, full, layouts, mesh, same, spread
+from tests.engine.helpers import S0, S1, P, R, both_modes, close, full, layouts, mesh, same, spread
 
 Script = Callable[[torch.Tensor], Any]
 SCRIPTS: dict[str, Script] = {}
@@ -27,7 +28,7 @@ def agree(f: Script, x: torch.Tensor, on: dtorch.DeviceMesh, where: tuple[Any, .
     """The script on a distributed copy of ``x`` gives what it gives on ``x``."""
     want = f(x.clone())
     got = f(spread(x.clone(), on, *where))
-    for g, w in zip(got, want, strict=True):
+    for g, w in zip(tree_leaves(got), tree_leaves(want), strict=True):
         if isinstance(w, torch.Tensor):
             same(g, w)
         else:
@@ -67,7 +68,7 @@ def strided_slice(x):
 
 @script
 def write_to_the_base_shows_in_every_view(x):
-    views = [x[1:4], x.t(), x.view(-1), x[:, 2], x.view(3, 2, 4), x[None], x.unfold(0, 2, 2), x.diagonal(), x.chunk(4)[3], x.T[1]]
+    views = [x[1:4], x.t(), x.view(-1), x[:, 2], x.view(3, 2, 4), x[None], x.unfold(0, 2, 2), x.diagonal(), x.chunk(4)[2], x.T[1]]
     x.mul_(10)
     x[2, 3] = -1
     return [x, *views]
@@ -325,7 +326,7 @@ def index_operators(x):
     rows = torch.tensor([4, 1])
     x.index_fill_(0, rows, -5).index_add_(0, torch.tensor([0, 0]), torch.ones(2, 4)).index_copy_(1, torch.tensor([2]), torch.zeros(6, 1))
     x.scatter_(1, torch.tensor([[0], [3]]), 42).scatter_add_(0, torch.zeros(2, 4).long(), torch.ones(2, 4))
-    x.index_put_((rows, rows), torch.tensor(1.0), accumulate=True).masked_scatter_(x > 30, torch.arange(50.0))
+    x.index_put_((rows, rows - 1), torch.tensor(1.0), accumulate=True).masked_scatter_(x > 30, torch.arange(50.0))
     x.put_(torch.tensor([0, 5]), torch.tensor([3.5, 4.5])).masked_fill_(torch.eye(6, 4).bool(), 0)
     return [x, x.scatter(0, torch.tensor([[1, 2]]), 9), x.index_put((rows,), torch.ones(4))]
 
@@ -344,7 +345,7 @@ def pieces_taken_and_joined(x):
 def out_arguments(x):
     y, z = torch.empty_like(x), torch.empty_like(x)
     r = torch.add(x, 1, out=y)
-    torch.mul(y, 2, out=z[1:3].new_empty(6, 4)) if False else torch.mul(y, 2, out=z)
+    torch.mul(y, 2, out=z)
     values, indices = x.new_empty(4), x.new_empty(4).long()
     torch.max(x, 0, out=(values, indices))
     torch.matmul(x, x.t(), out=(m := x.new_empty(6, 6)))
@@ -385,7 +386,7 @@ def test_scripts_over_processes(mode, name, table):
 
 
 # -- what torch says no to -------------------------------------------------------------------------------------------------
-def refused(kind: type[BaseException], f: Callable[[torch.Tensor], Any], pattern: str = "") -> None:
+def refused(kind: type[BaseException], f: Callable[[torch.Tensor], Any], pattern: str | None = None) -> None:
     x = torch.arange(24.0).reshape(6, 4)
     for where in (S0, R):
         d = spread(x, mesh(2), where)
@@ -428,11 +429,11 @@ def test_plain_tensors_join(mode, table):
     y = torch.randn(6, 4)
     same(d + y, table + y, [S0])
     same(y * d, y * table, [S0])
-    same(d @ torch.eye(4), table @ torch.eye(4), [S0])
+    close(d @ torch.eye(4), table @ torch.eye(4))
     same(torch.cat([d, y]), torch.cat([table, y]))
     same(torch.where(y > 0, d, y), torch.where(y > 0, table, y))
     same(d[torch.tensor([1, 2])], table[[1, 2]])
-    same(torch.nn.functional.linear(y, d), torch.nn.functional.linear(y, table))
+    close(torch.nn.functional.linear(y, d), torch.nn.functional.linear(y, table))
     same(d.add_(y), table + y)
     d[1] = torch.ones(4)
     d[0, 0] = torch.tensor(5)
@@ -462,7 +463,7 @@ def test_writing_into_plain_tensors_is_refused(mode, table):
 def test_two_meshes_do_not_mix(mode, table):
     a, b = spread(table, mesh(2), S0), spread(table, mesh(3), S0)
     for mix in (lambda: a + b, lambda: torch.cat([a, b]), lambda: a.add_(b), lambda: a @ b.t(), lambda: torch.where(a > 0, b, a)):
-        with pytest.raises(RuntimeError, match=r"same device mesh.*\[0, 1\].*\[0, 1, 2\]"):
+        with pytest.raises(RuntimeError, match=r"same device mesh(?=.*\[0, 1\])(?=.*\[0, 1, 2\])"):
             mix()
     same(a + b.redistribute(mesh(2)), table * 2, [S0])
     same(a.copy_(b + 1), table + 1, [S0])

@@ -41,12 +41,14 @@ def options(value: torch.Tensor, partial: bool) -> list[Any]:
     return found
 
 
-def choices(values: Sequence[torch.Tensor], mesh: tuple[int, ...], partial: bool, most: int) -> Iterator[list[list[Any]]]:
-    """Placements of all tensors: every one alone (the others replicated), and some of the rest."""
+def choices(
+    values: Sequence[torch.Tensor], mesh: tuple[int, ...], partial: bool, most: int, every: bool
+) -> Iterator[list[list[Any]]]:
+    """Placements of all tensors: every one alone (the others replicated), or some of those, and some of the rest."""
     per_tensor = [list(itertools.product(*[options(v, partial)] * len(mesh))) for v in values]
     whole = [[dtorch.Replicate()] * len(mesh) for _ in values]
     chosen = [[*whole[:i], list(p), *whole[i + 1 :]] for i, row in enumerate(per_tensor) for p in row]
-    if len(mesh) > 1 and len(chosen) > most:
+    if not every and len(chosen) > most:
         chosen = random.Random(0).sample(chosen, most)
     yield from chosen
     if len(values) > 1:
@@ -57,7 +59,7 @@ def choices(values: Sequence[torch.Tensor], mesh: tuple[int, ...], partial: bool
 
 def sweep(
     run: Callable[..., Any], *values: torch.Tensor, exact: bool = True, partial: bool = True, most: int = 8,
-    meshes: Sequence[tuple[int, ...]] = MESHES,
+    meshes: Sequence[tuple[int, ...]] = MESHES, thorough: Sequence[tuple[int, ...]] = ((2,), (3,), (4,)),
 ) -> None:  # fmt: skip
     """Compare ``run(*values)`` with ``run`` of distributed tensors, for shapes, dtypes, strides and values.
 
@@ -65,12 +67,13 @@ def sweep(
         exact: values must be equal to the last bit (with Partial inputs they may differ by rounding).
         partial: try Partial inputs too.
         most: at most so many combinations of several placements on each mesh.
+        thorough: meshes on which every placement of every single tensor is tried, not just ``most`` of them.
     """
     want = [x for x in tree_leaves(run(*[v.clone() for v in values])) if x is not None]
     fallbacks = dict(dtorch.fallbacks())
     for shape in meshes:
         mesh = dtorch.DeviceMesh("cpu", torch.arange(torch.Size(shape).numel()).reshape(shape).tolist())
-        for placements in choices(values, shape, partial, most):
+        for placements in choices(values, shape, partial, most, shape in thorough):
             given = [spread(v.clone(), mesh, p) for v, p in zip(values, placements, strict=True)]
             got = [x for x in tree_leaves(run(*given)) if x is not None]
             rounded = not exact or any(p.is_partial() for row in placements for p in row)
