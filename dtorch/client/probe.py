@@ -12,7 +12,7 @@ from typing import Any
 
 from dtorch.client.session import Session
 from dtorch.core.spec import contiguous_strides, dense_strides
-from dtorch.planner.plan import Plan, Result
+from dtorch.planner.plan import Plan
 
 _PROBED = frozenset({"aten.convolution", "aten.convolution_backward", "aten._convolution"})
 
@@ -35,7 +35,7 @@ def with_strides(session: Session, plan: Plan, ids: list[Any], send: Callable[[P
         ids: the operands of this call.
         send: encodes and sends a plan, returns its command code.
     """
-    asking = dataclasses.replace(plan, dynamic=True, results=tuple(Result(None) for _ in plan.results))
+    asking = dataclasses.replace(plan, dynamic=True)
     code = send(asking)
     number, request = session.request(1)
     with session.lock:
