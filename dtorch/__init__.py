@@ -50,7 +50,4 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-from dtorch import autoload  # noqa: E402  (it may import the rest)
-
-autoload.watch()
-del autoload
+importlib.import_module("dtorch.autoload").watch()

@@ -10,6 +10,7 @@ import torch
 import transformers
 
 from dtorch.models.demo_weights import fill
+from dtorch.models.images import copy_out_of_files
 
 from .images import COMMON, SQUARE, flux, images, sd3
 from .pieces import NEGATIVE, PROMPT, WIDTH, picture
@@ -210,6 +211,7 @@ def saved_and_loaded(place: Place) -> Results:
     with tempfile.TemporaryDirectory() as folder:
         place.put(sd3()).save_pretrained(folder)
         pipe = diffusers.StableDiffusion3Pipeline.from_pretrained(folder, local_files_only=True)
+        copy_out_of_files(pipe)
     pipe.set_progress_bar_config(disable=True)
     return images(place.put(pipe), **_SHORT)
 

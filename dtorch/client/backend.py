@@ -13,10 +13,11 @@ from dtorch.client import factories, graph, random
 from dtorch.client.dispatch import dispatch
 from dtorch.client.saving import rebuild
 from dtorch.client.session import MAX_MESHES
-from dtorch.client.specials import copy_
+from dtorch.client.specials import copy_, item
 from dtorch.client.tensor import DTensor
 from dtorch.core import torch_private
-from dtorch.core.mesh import current_mesh
+from dtorch.core import mesh as mesh_module
+from dtorch.core.mesh import DeviceMesh, current_mesh
 
 _library: list[torch.library.Library] = []
 
@@ -130,6 +131,13 @@ class DeviceModule:
         return os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
 
 
+def _enter_device(mesh: DeviceMesh) -> Any:
+    """Make a mesh torch's current device, which ``.to("dtorch")`` without an index asks for."""
+    before = torch.accelerator.current_device_index()
+    torch.accelerator.set_device_index(graph.session_of(mesh).layout(mesh).id)
+    return before
+
+
 def register() -> None:
     """Make ``dtorch`` a device of torch. Called once, when the package is used first."""
     if _library:
@@ -137,6 +145,7 @@ def register() -> None:
     module = native.load()
     if module is not None:
         module.setup(MAX_MESHES)
+        mesh_module.enter_device, mesh_module.leave_device = _enter_device, torch.accelerator.set_device_index
     torch_private.register_backend("dtorch", DeviceModule())
     library = torch.library.Library("aten", "IMPL")
     _library.append(library)
@@ -145,6 +154,7 @@ def register() -> None:
     # Zeros without memory, as some gradients have; here they are zeros like any other.
     library.impl("_efficientzerotensor", factories.kernel(torch.ops.aten.zeros.default), "PrivateUse1")
     library.impl("_copy_from", _copy_from, "PrivateUse1")
+    library.impl("_local_scalar_dense", _local_scalar_dense, "PrivateUse1")
     for name in ("native_channel_shuffle", "mish_backward", "silu_backward"):
         # Never called (the Python key comes first); with a kernel present torch keeps these whole for autograd, as it
         # does on CPU and CUDA, instead of decomposing them with other rounding.
@@ -169,6 +179,11 @@ def _copy_from(source: torch.Tensor, destination: torch.Tensor, non_blocking: bo
     """Copies that torch makes below Python dispatch (``torch.tensor(data, device="dtorch")``)."""
     result: torch.Tensor = copy_(DTensor, torch.ops.aten.copy_.default, (destination, source), {})
     return result
+
+
+def _local_scalar_dense(x: torch.Tensor) -> Any:
+    """Numbers that torch reads below Python dispatch (``torch.tensor([x])`` with a distributed ``x``)."""
+    return item(DTensor, torch.ops.aten._local_scalar_dense.default, (x,), {})
 
 
 def _tensor_split(x: torch.Tensor, indices: torch.Tensor, dim: int = 0) -> Any:

@@ -15,7 +15,7 @@ from dtorch.client.session import Session
 from dtorch.client.sites import caller
 from dtorch.client.wrap import _Class, put, small_enough, wrap
 from dtorch.core.errors import PlacementError, refuse
-from dtorch.core.mesh import DeviceMesh, current_mesh
+from dtorch.core.mesh import DeviceMesh, current_mesh, first_mesh
 from dtorch.core.placements import REPLICATE, Placement, normalize
 from dtorch.core.spec import MeshLayout, TensorSpec
 from dtorch.planner.call import Call
@@ -38,7 +38,7 @@ def resolve_mesh(device: Any) -> tuple[Session, MeshLayout]:
             return owner, owner.layout(mesh)
         index = 0
     if index == 0 and session.mesh_count == 0:
-        return session, session.layout(DeviceMesh(session.config.device_type, [0]))
+        return session, session.layout(first_mesh() or DeviceMesh(session.config.device_type, [0]))
     return session, session.layout(session.mesh(index))
 
 
@@ -78,6 +78,8 @@ def _plan(
     session: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: MeshLayout,
     placements: tuple[Placement, ...], is_random: bool,
 ) -> Ready:  # fmt: skip
+    if any(a.name == "generator" for a in func._schema.arguments):
+        kwargs = {**kwargs, "generator": None}  # some overloads insist on one, be it None; the command names it
     call = Call(func, args, {**kwargs, "device": torch.device("dtorch", mesh.id)})
     value, _ = predict(call)
     spec = TensorSpec(mesh, placements, tuple(value.shape), tuple(value.stride()), value.dtype)

@@ -13,7 +13,7 @@ from typing import Any
 from dtorch.client.session import Session
 from dtorch.core.config import SessionConfig, from_environment
 from dtorch.core.errors import DtorchError
-from dtorch.core.mesh import DeviceMesh
+from dtorch.core.mesh import DeviceMesh, forget_first_mesh
 
 _lock = threading.RLock()
 _default: list[Session] = []
@@ -89,6 +89,7 @@ def shutdown() -> None:
     with _lock:
         running, _all[:] = list(_all), []
         _default.clear()
+        forget_first_mesh()
     for session in running:
         session.close()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar, Token
 from typing import Any
 
@@ -13,6 +13,18 @@ from dtorch.core.errors import PlacementError
 from dtorch.core.spec import MeshLayout
 
 _default: ContextVar[tuple[DeviceMesh, ...]] = ContextVar("dtorch_default_mesh", default=())
+
+# The first mesh that the program made: the default one where no ``with mesh:`` is active.
+_first: list[DeviceMesh] = []
+
+
+def _no_device(_: Any) -> Any:
+    return None
+
+
+# Make a mesh torch's current device, and undo it; set by the client, which knows the index of the mesh's device.
+enter_device: Callable[[DeviceMesh], Any] = _no_device
+leave_device: Callable[[Any], None] = _no_device
 
 # Spellings of the original project that mean the same axis.
 _ALIASES = {"ulysess_cp": "ulysses_cp", "ulysses_cp": "ulysess_cp"}
@@ -65,7 +77,9 @@ class DeviceMesh(_TorchDeviceMesh):
         self._grid = grid
         self._graph = graph
         self._layout_id: MeshLayout | None = None
-        self._tokens: list[Token[tuple[DeviceMesh, ...]]] = []
+        self._tokens: list[tuple[Token[tuple[DeviceMesh, ...]], Any]] = []
+        if not _first:
+            _first.append(self)
 
     # -- identity ----------------------------------------------------------------------------------------------
     @property
@@ -147,11 +161,14 @@ class DeviceMesh(_TorchDeviceMesh):
 
     # -- default mesh ------------------------------------------------------------------------------------------
     def __enter__(self) -> DeviceMesh:
-        self._tokens.append(_default.set((*_default.get(), self)))
+        token = _default.set((*_default.get(), self))
+        self._tokens.append((token, enter_device(self)))
         return self
 
     def __exit__(self, *exc: object) -> None:
-        _default.reset(self._tokens.pop())
+        token, before = self._tokens.pop()
+        _default.reset(token)
+        leave_device(before)
 
     def __iter__(self) -> Iterator[Any]:
         raise TypeError("A DeviceMesh is not iterable; use mesh.unbind(axis) or mesh.devices.")
@@ -165,6 +182,16 @@ def current_mesh() -> DeviceMesh | None:
     """The mesh of the innermost ``with mesh:``, or ``None``."""
     stack = _default.get()
     return stack[-1] if stack else None
+
+
+def first_mesh() -> DeviceMesh | None:
+    """The first mesh that the program made, or ``None``."""
+    return _first[0] if _first else None
+
+
+def forget_first_mesh() -> None:
+    """The next mesh made becomes the default; at the end of all sessions."""
+    _first.clear()
 
 
 def init_device_mesh(

@@ -126,9 +126,9 @@ def _convolution(call: Call, out: torch.Tensor) -> torch.Tensor:
         return out
     settings = [call[n] for n in ("stride", "padding", "dilation", "transposed", "output_padding", "groups")]
     chosen = convolution_format(*(None if t is None else _like(t, "cpu") for t in tensors), *settings)
-    if out.dim() == 3:
-        return out.new_empty(*out.shape[:2], 1, out.shape[2]).to(memory_format=chosen).squeeze(2)
-    return torch.empty(out.shape, dtype=out.dtype, device="meta", memory_format=chosen)
+    shape = (*out.shape[:2], 1, out.shape[2]) if out.dim() == 3 else out.shape
+    ordered = torch.empty(shape, dtype=out.dtype, device="meta", memory_format=chosen)
+    return ordered.squeeze(2) if out.dim() == 3 else ordered
 
 
 def _depends_on_data(call: Call) -> bool:

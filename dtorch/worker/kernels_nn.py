@@ -133,28 +133,24 @@ def embedding_bag_piece(
     rows = torch.arange(indices.numel(), device=indices.device)
     bag_of = torch.searchsorted(offsets[:bags].long(), rows, right=True) - 1
     counted = indices != padding_idx
-    size = torch.zeros(offsets.numel(), dtype=torch.long, device=indices.device)
+    size = torch.zeros(offsets.numel(), dtype=torch.long, device=indices.device).index_add_(0, bag_of, counted.long())
+    largest = torch.zeros(ctx.output_shape(3), dtype=ctx.outputs[3].dtype, device=weight.device)
     low, high = ctx.input_box(0)[0]
-    if high - low == ctx.inputs[0].shape[0]:
-        if weight.stride(1) != 1:  # the CPU kernel's other path fails on the last offset; pieces of one column get here
-            weight = weight.clone(memory_format=torch.contiguous_format)
-        out, _, _, largest = ctx.op(
+    if high - low == ctx.inputs[0].shape[0] and weight.shape[1]:
+        out, _, _, found = ctx.op(
             weight, indices, offsets, by_frequency, mode, sparse, per_sample_weights, include_last_offset, padding_idx
         )
-        size.index_add_(0, bag_of, counted.long())
+        largest = found.to(largest.dtype) if mode == _BAG_MAX else largest
     else:
         mine = _mine(ctx, indices, low, high, ctx.inputs[0].shape[0]) & counted
-        size.index_add_(0, bag_of, counted.long())
         picked = weight[indices[mine] - low].to(torch.promote_types(weight.dtype, torch.float32))
         if per_sample_weights is not None:
             picked = picked * per_sample_weights[mine].unsqueeze(-1)
         out = picked.new_zeros(bags, weight.shape[1]).index_add_(0, bag_of[mine], picked)
         if mode == _BAG_MEAN:
             out = out / size[:bags].clamp(min=1).unsqueeze(-1)
-        out, largest = out.to(weight.dtype), size
-    kinds = [s.dtype for s in ctx.outputs]
-    largest = largest.to(kinds[3]) if mode == _BAG_MAX else torch.empty(0, dtype=kinds[3], device=weight.device)
-    return [out, bag_of.to(kinds[1]), size.to(kinds[2]), largest]
+        out = out.to(weight.dtype)
+    return [out, bag_of.to(ctx.outputs[1].dtype), size.to(ctx.outputs[2].dtype), largest]
 
 
 # -- losses ------------------------------------------------------------------------------------------------------------

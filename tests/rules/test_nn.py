@@ -205,10 +205,12 @@ def test_an_index_outside_of_a_cut_vocabulary_is_an_error() -> None:
 
 
 def _places(run: Function, values: list[torch.Tensor], placements: list[Any], shape: tuple[int, ...] = (2,)) -> list[Any]:
-    """Placements of the first result and of the gradients."""
+    """Placements of the first result, before anything reads it, and of the gradients."""
     mesh = dtorch.DeviceMesh("cpu", torch.arange(torch.Size(shape).numel()).reshape(shape).tolist())
     given = [spread(v, mesh, p if isinstance(p, list) else [p]) for v, p in zip(values, placements, strict=True)]
-    out = [placements_of(r) for r in with_gradients(run)(*given)]
+    result = run(*given)
+    first = placements_of(result[0] if isinstance(result, tuple) else result)
+    out = [first, *(placements_of(g) for g in with_gradients(run)(*given)[1:] if g is not None)]
     return [p[0] if len(p) == 1 else p for p in out]
 
 
