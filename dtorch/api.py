@@ -32,6 +32,7 @@ def init(
     threads: int | None = None,
     strict: bool | None = None,
     null_workers: int | None = None,
+    file_roots: Sequence[str] | None = None,
 ) -> None:
     """Start the default session. Optional: the first use starts it with these defaults.
 
@@ -43,13 +44,15 @@ def init(
         threads: computing threads of each worker; by default cores divided by workers, at most torch's in this process.
         strict: hidden redistributions are errors.
         null_workers: for measuring: this many workers that do nothing.
+        file_roots: directories below which workers may read files; by default every file that you may read;
+            DTORCH_FILE_ROOTS.
 
     Raises:
         DtorchError: already running with other options, or an impossible option.
     """
     graph.init(
         mode=mode, workers=workers, device_type=device_type, max_devices=max_devices, threads=threads, strict=strict,
-        null_workers=null_workers,
+        null_workers=null_workers, file_roots=file_roots,
     )  # fmt: skip
 
 

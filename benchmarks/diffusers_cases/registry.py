@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,8 +28,8 @@ class Place:
         count: total number of synchronising reads so far.
 
     Attributes:
-        reads: for each denoising step after the first, reads from the end of the step before it to its own end. The
-            first step also pays for what is read once a call.
+        reads: for each denoising step of a call but the first, reads from the end of the step before it to its own
+            end. The first step also pays for what is read once a call.
     """
 
     def __init__(self, device: str, count: Callable[[], int] = lambda: 0) -> None:
@@ -52,14 +53,20 @@ class Place:
         self._last = now
 
     def _watch(self, scheduler: Any) -> None:
-        step = scheduler.step
+        start, step = scheduler.set_timesteps, scheduler.step
 
-        def watched(*args: Any, **kwargs: Any) -> Any:
+        @functools.wraps(start)  # pipelines look at the parameters of both
+        def started(*args: Any, **kwargs: Any) -> Any:
+            self._last = None
+            return start(*args, **kwargs)
+
+        @functools.wraps(step)
+        def stepped(*args: Any, **kwargs: Any) -> Any:
             out = step(*args, **kwargs)
             self.step_ended()
             return out
 
-        scheduler.step = watched
+        scheduler.set_timesteps, scheduler.step = started, stepped
 
 
 def host(value: Any) -> torch.Tensor:

@@ -8,6 +8,7 @@ import typer
 
 import dtorch
 from dtorch.cli.errors import OneLineGroup
+from dtorch.cli.exec import exec_
 from dtorch.cli.info import info
 from dtorch.cli.models import models
 from dtorch.cli.run import run
@@ -34,6 +35,7 @@ def group(
 
 
 app.command()(run)
+app.command("exec", context_settings={"allow_interspersed_args": False})(exec_)
 app.command()(info)
 app.command()(models)
 

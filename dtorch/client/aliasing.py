@@ -39,10 +39,12 @@ def refresh(t: Any) -> None:
     view, family = h.view, h.family
     if view is None or family is None or view.version == family.version:
         return
-    fresh = view.replay()
-    h.id, fresh._h.id = fresh._h.id, h.id
-    h.spec = fresh._h.spec
-    view.version = family.version
+    with h.session.lock:  # threads may read one view at once
+        if view.version != family.version:
+            fresh = view.replay()
+            h.id, fresh._h.id = fresh._h.id, h.id
+            h.spec = fresh._h.spec
+            view.version = family.version
 
 
 def register_copies(

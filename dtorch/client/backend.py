@@ -11,7 +11,7 @@ import torch
 from dtorch import native
 from dtorch.client import factories, graph, random
 from dtorch.client.dispatch import dispatch
-from dtorch.client.saving import rebuild
+from dtorch.client.saving import rebuild, restore
 from dtorch.client.session import MAX_MESHES
 from dtorch.client.specials import copy_, item
 from dtorch.client.tensor import DTensor
@@ -102,8 +102,7 @@ class DeviceModule:
 
     def get_rng_state(self, device: Any = "dtorch") -> torch.Tensor:
         """State of the default generator as a CPU uint8 tensor; waits for the workers."""
-        session = graph.current_session()
-        return random.get_state(random.streams(session).default, session)
+        return random.get_state(random.streams(graph.current_session()).default)
 
     def set_rng_state(self, state: torch.Tensor, device: Any = "dtorch") -> None:
         """Continue from a state."""
@@ -169,6 +168,7 @@ def register() -> None:
     torch_private.support_foreach(DTensor)
     torch_private.run_backward_on_calling_thread()
     torch.serialization.add_safe_globals([rebuild])
+    torch.serialization.register_package(1, lambda storage: None, restore)
 
 
 def _unreachable(*args: Any, **kwargs: Any) -> Any:
@@ -206,8 +206,7 @@ def _attention(library: torch.library.Library) -> None:
                 DTensor, whole, (), (query, key, value, attn_mask, dropout_p, is_causal),
                 {"scale": scale, "enable_gqa": enable_gqa},
             )  # fmt: skip
-        fused = dropout_p == 0 and query.dim() == 4 and not (attn_mask is not None and attn_mask.requires_grad)
-        if not fused:
+        if dropout_p or not _fusable(query, key, value, attn_mask, enable_gqa):
             return aten._scaled_dot_product_attention_math.default(
                 query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
             )[0]
@@ -220,6 +219,24 @@ def _attention(library: torch.library.Library) -> None:
         )[0]
 
     library.impl("scaled_dot_product_attention", attention, "AutogradPrivateUse1")
+
+
+def _fusable(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, shared: bool
+) -> bool:
+    """Whether the fused kernel takes these shapes; it does not check them. torch's own conditions for the CPU, and the
+    kernel takes heads of key and value that several query heads share as well."""
+    if not query.dim() == key.dim() == value.dim() == 4 or 0 in (query.shape[2], key.shape[2]):
+        return False
+    (samples, heads, rows, features), columns = query.shape, key.shape[2]
+    if key.shape != value.shape or key.shape[0] != samples or key.shape[3] != features:
+        return False
+    if key.shape[1] != heads and (not shared or heads % key.shape[1]):
+        return False
+    if mask is None:
+        return True
+    fits = all(n in (1, m) for n, m in zip(reversed(mask.shape), (columns, rows, heads, samples), strict=False))
+    return not mask.requires_grad and mask.dim() in (2, 4) and fits
 
 
 def _needs_gradient(*tensors: torch.Tensor | None) -> bool:
@@ -266,7 +283,7 @@ def _casting(name: str, dtype: torch.dtype | None) -> Any:
 
     def cast(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            eligible = value.is_floating_point() and value.dtype != torch.float64 and value.device.type == "dtorch"
+            eligible = value.is_floating_point() and value.dtype != torch.float64 and isinstance(value, DTensor)
             return value.to(dtype or torch.get_autocast_dtype("dtorch")) if eligible else value
         if isinstance(value, (list, tuple)):
             return type(value)(cast(v) for v in value)

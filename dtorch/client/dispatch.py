@@ -19,9 +19,10 @@ from dtorch.client.notices import is_strict, note_fallback, refuse_hidden_moves
 from dtorch.client.probe import needs_probe, with_strides
 from dtorch.client.session import Session
 from dtorch.client.sites import caller
-from dtorch.client.wrap import empty, put, reduced, to_host, wrap
+from dtorch.client.wrap import empty, live_shadow, put, reduced, to_host, wrap
 from dtorch.core.errors import DtorchError
 from dtorch.core.placements import REPLICATE
+from dtorch.core.spec import TensorSpec
 from dtorch.core.torch_private import outside_of_dispatch
 from dtorch.planner.call import Call, is_view
 from dtorch.planner.plan import OnClient, Plan, make_plan
@@ -265,14 +266,11 @@ def make_ready(
         return value
 
     call = Call(func, tuple(spec_of(a) for a in args), {k: spec_of(v) for k, v in kwargs.items()})
-    meshes = {s.mesh.id: s.mesh for s in call.specs}
-    if len(meshes) > 1:
-        names = " and ".join(str(session.mesh(i)) for i in sorted(meshes))
-        raise RuntimeError(
-            f"Expected all tensors to be on the same device mesh, but {func} got tensors on {names}. "
-            "Move one with redistribute(device_mesh=...) or .to(other.device)."
-        )
+    if [k for k in key if type(k) is TensorSpec] != call.specs:
+        return None  # another thread has reduced a Partial argument meanwhile
     mesh = call.first.mesh
+    if any(s.mesh is not mesh for s in call.specs):
+        refuse_mixture(func, tensors_of(cls, args, kwargs))
     plan = make_plan(call, mesh)
     if session.config.strict or is_strict():
         refuse_hidden_moves(plan)
@@ -291,6 +289,24 @@ def make_ready(
     ready = Ready(session, plan, code, cls, alias if is_view(func) else None)
     session.plans[key] = ready
     return ready
+
+
+def refuse_mixture(func: Any, tensors: list[Any]) -> None:
+    """Raise for tensors of several meshes or sessions.
+
+    Raises:
+        SessionClosedError: one of the sessions is over.
+        RuntimeError: the tensors do not go together.
+    """
+    for t in tensors:
+        t._h.session.check_open()
+    if len({t._h.session for t in tensors}) > 1:
+        raise RuntimeError(f"{func} got tensors of two sessions; move one through .to_torch().")
+    names = " and ".join(dict.fromkeys(str(t.device_mesh) for t in tensors))
+    raise RuntimeError(
+        f"Expected all tensors to be on the same device mesh, but {func} got tensors on {names}. "
+        "Move one with redistribute(device_mesh=...) or .to(other.device)."
+    )
 
 
 def tensors_of(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -312,14 +328,16 @@ def run_ready(
     plan = ready.plan
     slots = tensors_of(cls, args, kwargs)
     shadowed = all(t._h._shadow is not None for t in slots)
+    if plan.dynamic and not info.writes and all(live_shadow(t._h) is not None for t in slots):
+        return run_on_client(cls, session, func, args, kwargs)  # the host copies tell: nothing to wait for
     if plan.random:
         ids.append(random.generator_number(session, kwargs.get("generator"), plan.mesh))
     request = None
-    new = [r for r in plan.results if not r.same]
+    new = sum(not r.same for r in plan.results)
     with session.lock:
-        first = session.ids() if new else 0
-        for _ in new[1:]:
-            session.ids()
+        if any(t._h.spec is not s for t, s in zip(slots, plan.call.specs, strict=True)):
+            return run(cls, func, info, args, kwargs)  # another thread has reduced a Partial argument meanwhile
+        first = session.take_ids(new) if new else 0
         if new:
             ids.append(first)
         if plan.dynamic:

@@ -9,24 +9,29 @@ import torch
 from dtorch.client.sites import Site, describe
 from dtorch.core.errors import RemoteError
 
-_BUILTIN = {
+_BUILTIN: dict[str, type[Exception]] = {
     e.__name__: e
-    for e in (IndexError, ValueError, TypeError, KeyError, NotImplementedError, OSError, torch.OutOfMemoryError)
-}
+    for e in (
+        IndexError, ValueError, TypeError, KeyError, NotImplementedError, OSError, FileNotFoundError, PermissionError,
+        torch.OutOfMemoryError, torch.linalg.LinAlgError,
+    )
+}  # fmt: skip
 _KINDS: dict[str, type[RemoteError]] = {}
 
 
 def remote_error(
-    op: str, device: str, kind: str, text: str, trace: str, shapes: list[Any], site: Site | None
+    op: str, device: str, kind: str, text: str, trace: str, inputs: list[str], site: Site | None
 ) -> RemoteError:
     """The exception for a failed operator; it is also an instance of the builtin exception that the worker raised."""
     where = describe(site) if site is not None else None
     name = op.replace("::", ".")
-    local = ", ".join(str(tuple(s[0])) for s in shapes if s) or "no tensors"
+    reason = text.strip().partition("\n")[0]
+    what = "out of memory" if kind == "OutOfMemoryError" else kind.removeprefix("_")
     message = (
         f"{name or 'a redistribution'} failed on device {device}"
         + (f", issued at {where}" if where else "")
-        + f": {kind}: {text} (local shapes on that device: {local})"
+        + f": {what}: {reason}"
+        + (f" (on {', '.join(inputs)})" if inputs else "")
     )
     return _class_for(kind)(message, name, device, where, kind, trace)
 

@@ -84,13 +84,12 @@ class Observer:
 
     def ran(self, plan: Plan, frame: Any) -> None:
         """An operator was issued."""
-        moves = [step for _, steps in (*plan.moves, *plan.back) for step in steps]
         self.lines.append(
             Line(
                 str(plan.call.func),
                 tuple(_place(s) for s in plan.call.specs),
                 tuple(_place(r.spec) for r in plan.results if r.spec is not None),
-                _communication(moves),
+                _communication(plan.steps),
                 plan.fallback,
                 describe(caller(frame)),
             )

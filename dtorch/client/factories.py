@@ -187,9 +187,8 @@ def make(
     if is_plain(device_mesh, placements, device):
         return func(*args, device=device, **kwargs)
     session, mesh = locate(device_mesh, device)
-    if placements is not None:
-        placements = list(placements) if isinstance(placements, Iterable) else placements
-        normalize(placements, mesh.ndim, None)
+    if isinstance(placements, Iterable):
+        placements = list(placements)
     token = _asked.set((session, mesh, placements))
     try:
         return func(*args, device=torch.device("dtorch", mesh.id), **kwargs)

@@ -43,11 +43,13 @@ class Ready:
             self.makers.append(None if r.spec is None or r.same else wrapper_maker(cls, r.spec, self.device))
         single = len(plan.results) == 1 and self.makers[0] is not None and plan.template == 0
         self.moves = bool(plan.moves or plan.back)
-        special = plan.dynamic or plan.random or plan.reduce or plan.back or plan.copies_view or plan.fallback
+        special = plan.dynamic or plan.random or plan.after or plan.reduce or plan.back or plan.copies_view or plan.fallback
         written = any(True for _ in plan.call.written_slots())
+        # What reads a Partial tensor takes the lock: another thread may be reducing the tensor in place.
+        reads_partial = any(s.has_partial for s in plan.call.specs)
         self.view_slot = alias_slot
         # The first tensor argument stands at its slot's place in the arguments when it is slot 0.
-        self.plain = bool(single and not special and not written and alias_slot in (None, 0))
+        self.plain = bool(single and not (special or written or reads_partial) and alias_slot in (None, 0))
         self.spec = plan.results[0].spec if plan.results else None
         self.offset = plan.results[0].offset if plan.results else 0
         if self.spec is not None:
@@ -88,6 +90,8 @@ def encode_plan(session: Session, plan: Plan, args: Sequence[Any], kwargs: dict[
         plan.kernel,
         list(plan.resize) if plan.resize else None,
         plan.dynamic | plan.random << 1,
+        steps(plan.after),
+        [[[slot, steps([(slot, (step,))])[0][1][0]] for slot, step in row] for row in plan.rounds],
     ]
 
 
@@ -104,10 +108,7 @@ def encode_move(session: Session, steps: Sequence[Step], src: TensorSpec, dst: T
         [[0, rows]],
         [],
         [[session.spec_id(dst), None, False]],
-        None,
-        None,
-        0,
-    ]
+        None, None, 0, [], []]
 
 
 def mark(

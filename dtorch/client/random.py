@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from dtorch.client.session import Session
 from dtorch.client.wrap import Pending, emit_move, put, to_host, wrap
+from dtorch.core.errors import SessionClosedError
 from dtorch.core.placements import REPLICATE
 from dtorch.core.spec import MeshLayout, TensorSpec
 from dtorch.protocol import commands as C
@@ -23,6 +25,10 @@ _STATE_BYTES = {"cpu": 5056, "cuda": 16}
 TorchGenerator = torch.Generator
 
 
+def _nobody() -> None:
+    return None
+
+
 class Stream:
     """The client's view of one generator in one session.
 
@@ -30,13 +36,20 @@ class Stream:
         number: its number on the wire.
         seed: seed not yet sent, or ``None``.
         home: mesh of the last draw; ``None`` after seeding, when every worker has the state.
+        owner: session of the last draw.
     """
 
     def __init__(self, number: int, seed: int) -> None:
-        self.number, self.seed, self.home = number, seed, None
+        self.number, self.seed = number, seed
         self.home: MeshLayout | None = None
+        self.owner: Callable[[], Session | None] = _nobody
         self.pending_state: torch.Tensor | None = None
         self.initial_seed = seed
+
+    def __del__(self) -> None:
+        session = self.owner()
+        if session is not None and self.number:
+            session.buf.extend((C.SEED, self.number, None))  # workers forget it
 
     def reseed(self, seed: int) -> None:
         """Start again from a seed at the next draw."""
@@ -62,7 +75,17 @@ def streams(session: Session) -> Streams:
     return found
 
 
-class Generator(TorchGenerator):
+class _AnyGenerator(type(TorchGenerator)):  # type: ignore[misc]
+    """Every generator of torch is an instance, as of ``torch.Generator``, whose place the class takes."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, TorchGenerator)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return issubclass(subclass, TorchGenerator)
+
+
+class Generator(TorchGenerator, metaclass=_AnyGenerator):
     """``torch.Generator`` that also accepts ``device="dtorch"``; installed in its place.
 
     On other devices the plain class is returned. The object that reaches an operator is another Python object for the
@@ -112,11 +135,6 @@ class Generator(TorchGenerator):
         return self
 
 
-class _Meta(type(TorchGenerator)):  # type: ignore[misc]
-    def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, TorchGenerator)
-
-
 _ours: weakref.WeakValueDictionary[int, Generator] = weakref.WeakValueDictionary()
 
 
@@ -128,6 +146,9 @@ def is_ours(generator: Any) -> bool:
 def generator_number(session: Session, generator: Any, mesh: MeshLayout) -> int:
     """Number of the generator for a draw on ``mesh``, with its state brought there first."""
     stream = _ours[generator._cdata]._stream if generator is not None else streams(session).default  # type: ignore[attr-defined]
+    if stream.home is not None and stream.owner() is not session:
+        set_state(stream, get_state(stream))
+    stream.owner = weakref.ref(session)
     if stream.pending_state is not None:
         state, stream.pending_state = stream.pending_state, None
         t = put(session, state, mesh)
@@ -160,14 +181,21 @@ def _carry(session: Session, stream: Stream, mesh: MeshLayout) -> None:
     session.buf.extend((C.RESTORE, stream.number, b, -a, -b))
 
 
-def get_state(stream: Stream, session: Session | None = None) -> torch.Tensor:
-    """The state of a stream as a CPU uint8 tensor."""
+def get_state(stream: Stream) -> torch.Tensor:
+    """The state of a stream as a CPU uint8 tensor.
+
+    Raises:
+        SessionClosedError: it went with the session of the last draw.
+    """
     if stream.pending_state is not None:
         return stream.pending_state.clone()
-    if stream.seed is not None or stream.home is None or session is None:
+    if stream.seed is not None or stream.home is None:
         g = TorchGenerator()
         g.manual_seed(stream.initial_seed if stream.seed is None else stream.seed)
         return g.get_state()
+    session = stream.owner()
+    if session is None or session.closed is not None:
+        raise SessionClosedError("The generator's state went with the session that drew from it last; seed it again.")
     spec = _state_spec(session, stream.home)
     new = session.ids()
     with session.lock:

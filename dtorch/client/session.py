@@ -12,18 +12,21 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import msgpack
 import torch
 
 from dtorch.client.errors import remote_error
-from dtorch.client.sites import Site
+from dtorch.client.files import OpenFiles
+from dtorch.client.shared import Arena
+from dtorch.client.sites import Site, Sites, thread_of
 from dtorch.core.config import SessionConfig
 from dtorch.core.errors import DtorchError, RemoteError, SessionClosedError, WorkerLostError
-from dtorch.core.mesh import DeviceMesh
+from dtorch.core.mesh import DeviceMesh, axis_kinds
 from dtorch.core.placements import Placement
-from dtorch.core.spec import MeshLayout, TensorSpec
+from dtorch.core.spec import ROLLED, MeshLayout, TensorSpec
 from dtorch.protocol import commands as C
 from dtorch.protocol.link import Ack, Link, Reply, WorkerLost, WorkerUp
 from dtorch.protocol.values import encode_spec
@@ -34,21 +37,27 @@ if TYPE_CHECKING:
 # A batch leaves when the stream holds this many values (about 64 operators), or after _LINGER_S.
 _BATCH_VALUES = 320
 _LINGER_S = 0.002
+# While the program computes nothing, this often the workers hear which tensors it has dropped.
+_IDLE_S = 1.0
 # The client runs ahead of the slowest worker by at most this many batches, or bytes of uploads.
 _WINDOW = 256
 _WINDOW_BYTES = 256 << 20
 MAX_MESHES = 64
 
 
+_numbers = itertools.count(1)
+
+
 class Request:
     """Something the client waits for: complete when every expected worker has answered."""
 
-    __slots__ = ("callbacks", "done", "error", "expected", "meta", "parts")
+    __slots__ = ("callbacks", "done", "error", "expected", "meta", "parts", "refusals")
 
     def __init__(self, expected: int) -> None:
         self.expected = expected
         self.parts: dict[int, memoryview] = {}
         self.meta: Any = None
+        self.refusals: list[list[str]] = []
         self.error: DtorchError | None = None
         self.done = False
         self.callbacks: list[Callable[[], None]] = []
@@ -58,6 +67,7 @@ class Session:
     """The stream, the ids, the meshes and specs known to the workers, and the plans made so far.
 
     Attributes:
+        number: of the session within this process.
         buf: commands not sent yet.
         limit: length of ``buf`` beyond which ``emitted`` must be called.
         ids: next free tensor id.
@@ -67,16 +77,19 @@ class Session:
 
     def __init__(self, link: Link, config: SessionConfig) -> None:
         self.link, self.config = link, config
-        self.pid = os.getpid()
+        self._thread = threading.get_ident()
+        self.pid, self.number = os.getpid(), next(_numbers)
         self.lock = threading.RLock()
         self.buf: list[Any] = []
         self.frames: list[bytes | memoryview] = []
-        self.sites: deque[Site] = deque()
+        self.sites = Sites()
         self.ids: Callable[[], int] = itertools.count(1).__next__
         self.plans: dict[Any, Ready] = {}
         self.closed: str | None = None
         self.workers: dict[int, WorkerUp] = {}
         self.observer: Any = None
+        self.files = OpenFiles(self)
+        self.arena = Arena(self)
         self._requests: dict[int, Request] = {}
         self._request_ids = itertools.count(1)
         self._meshes: list[DeviceMesh] = []
@@ -84,13 +97,14 @@ class Session:
         self._spec_ids: dict[TensorSpec, int] = {}
         self._plan_ids = itertools.count()
         self._definitions: list[Any] = []
+        self._rolled: set[int] = set()
         self._device_worker: dict[int, int] = {}
         self._seq = 0
         self._acked = 0
         self._sent_ops: deque[tuple[int, int, int]] = deque()  # (seq, ops sent up to it, bytes)
         self._site_base = 0
         self._bytes = 0
-        self._failures: deque[RemoteError] = deque()
+        self._failures: deque[tuple[RemoteError, int | None]] = deque()  # with the thread that issued the operator
         self._by_serial: dict[int, RemoteError] = {}
         self._flushes = 0
         self.reads = 0
@@ -120,10 +134,10 @@ class Session:
                         "Use the same mesh again, or end the session with dtorch.shutdown()."
                     )
                 workers = self._place(mesh)
-                found = MeshLayout(len(self._meshes), tuple(mesh.mesh.shape), mesh.devices)
+                found = MeshLayout(len(self._meshes), tuple(mesh.mesh.shape), mesh.devices, axis_kinds(mesh), self.number)
                 self._layouts[mesh.key] = found
                 self._meshes.append(mesh)
-                self._define(C.MESH, found.id, list(found.shape), list(found.devices), workers)
+                self.define(C.MESH, found.id, list(found.shape), list(found.devices), workers)
             mesh._layout_id, mesh._graph = found, self
             return found
 
@@ -167,6 +181,18 @@ class Session:
                 self._send([*self._definitions, C.COUNT, count], [], 0, joined)
         return [self._device_worker[d] for d in mesh.devices]
 
+    def take_ids(self, count: int) -> int:
+        """The first of ``count`` consecutive ids; other threads take theirs without a lock."""
+        while True:
+            first = self.ids()
+            if all(self.ids() == first + k for k in range(1, count)):
+                return first
+
+    @property
+    def worker_count(self) -> int:
+        """Number of workers that host devices of the meshes in use."""
+        return len(set(self._device_worker.values()))
+
     def workers_of(self, layout: MeshLayout) -> set[int]:
         """The workers that host devices of the mesh."""
         return {self._device_worker[d] for d in layout.devices}
@@ -189,18 +215,28 @@ class Session:
             with self.lock:
                 number = self._spec_ids.get(spec)
                 if number is None:
+                    self._know(spec.mesh)
                     number = len(self._spec_ids)
-                    self._define(C.SPEC, number, encode_spec(spec))
+                    self.define(C.SPEC, number, encode_spec(spec))
                     self._spec_ids[spec] = number  # last: whoever sees the number may use it
         return number
 
+    def _know(self, layout: MeshLayout) -> None:
+        """Tell the workers of a layout that a plan made (a rolled one)."""
+        if layout.id >= ROLLED and layout.id not in self._rolled:
+            self._rolled.add(layout.id)
+            workers = [self._device_worker[d] for d in layout.devices]
+            self.define(C.MESH, layout.id, list(layout.shape), list(layout.devices), workers)
+
     def send_plan(self, data: list[Any]) -> int:
         """Send an encoded plan; returns the command code that runs it."""
+        if threading.get_ident() != self._thread:
+            self.sites.note_threads()
         number = next(self._plan_ids)
-        self._define(C.PLAN, number, data)
+        self.define(C.PLAN, number, data)
         return number + C.FIRST_PLAN
 
-    def _define(self, *command: Any) -> None:
+    def define(self, *command: Any) -> None:
         """Append a command that workers which join later must hear as well."""
         with self.lock:
             self._definitions.extend(command)
@@ -208,7 +244,13 @@ class Session:
 
     # -- the stream --------------------------------------------------------------------------------------------
     def emitted(self) -> None:
-        """To be called after commands were appended: sends when enough has gathered."""
+        """To be called after commands were appended: sends when enough has gathered.
+
+        Raises:
+            SessionClosedError, WorkerLostError: the session is over.
+        """
+        if self.closed is not None:
+            self.check_open()
         if self._immediate or len(self.buf) > _BATCH_VALUES:
             self.flush()
         elif self.limit < 0:
@@ -225,8 +267,8 @@ class Session:
                 self.flush()
         self.emitted()
 
-    def flush(self) -> None:
-        """Send everything appended so far; waits while the window is full.
+    def flush(self) -> int:
+        """Send everything appended so far; waits while the window is full. Returns the number of the last batch.
 
         Raises:
             SessionClosedError, CommError, WorkerLostError: the session cannot go on.
@@ -235,7 +277,7 @@ class Session:
             self.check_open()
             n = len(self.buf)
             if not n:
-                return
+                return self._seq
             commands = self.buf[:n]
             del self.buf[:n]
             frames, self.frames = self.frames, []
@@ -246,6 +288,18 @@ class Session:
             while self._seq - self._acked > _WINDOW or sum(b for _, _, b in self._sent_ops) > _WINDOW_BYTES:
                 if not self._drain(None):
                     break
+            return self._seq
+
+    def acknowledged(self, seq: int) -> None:
+        """Wait until all live workers have run every batch up to ``seq``.
+
+        Raises:
+            SessionClosedError, CommError, WorkerLostError: they never will.
+        """
+        with self.lock:
+            while self._acked < seq:
+                self.check_open()
+                self._drain(None)
 
     def _send(
         self, commands: list[Any], frames: list[bytes | memoryview], size: int, targets: Sequence[int] | None = None
@@ -296,6 +350,7 @@ class Session:
             request.meta = header[2]
             request.expected = 0
         elif kind == C.DONE:
+            request.refusals.extend(filter(None, header[3:]))
             request.expected -= 1
         else:
             _, _, _, positions, lost = header
@@ -320,7 +375,7 @@ class Session:
         error = remote_error(op, device, kind, text, trace, shapes, site)
         if serial not in self._by_serial:
             self._by_serial[serial] = error
-            self._failures.append(error)
+            self._failures.append((error, thread_of(site)))
             while len(self._by_serial) > 1000:
                 self._by_serial.pop(next(iter(self._by_serial)))
 
@@ -328,10 +383,11 @@ class Session:
         cause = self._by_serial.get(serial)
         if cause is None:
             return RemoteError(f"This value was never made: {text}.")
-        if cause in self._failures:
-            self._failures.remove(cause)
-            return cause
-        return RemoteError(
+        for failure in list(self._failures):
+            if failure[0] is cause:
+                self._failures.remove(failure)
+                return cause
+        return type(cause)(
             f"This value was never made, because of an earlier failure: {cause}", cause.operator, cause.device,
             cause.site, cause.remote_type, cause.remote_traceback,
         )  # fmt: skip
@@ -339,20 +395,22 @@ class Session:
     # -- waiting -----------------------------------------------------------------------------------------------
     def request(self, expected: int) -> tuple[int, Request]:
         """A new request that ``expected`` workers will answer."""
+        if threading.get_ident() != self._thread:
+            self.sites.note_threads()
         number, request = next(self._request_ids), Request(expected)
         self._requests[number] = request
         return number, request
 
-    def fetch(self, tensor_id: int, spec: TensorSpec, positions: Sequence[int]) -> Request:
-        """Ask for the pieces at these positions of the mesh; flushes."""
+    def fetch(self, tensor_id: int, spec: TensorSpec, positions: Sequence[int], path: str | None = None) -> Request:
+        """Ask for the pieces at these positions of the mesh, in the reply or in shared memory; flushes."""
         number, request = self.request(len(self.workers_of(spec.mesh)))
-        self.buf.extend((C.FETCH, number, tensor_id, self.spec_id(spec), list(positions)))
+        self.buf.extend((C.FETCH, number, tensor_id, self.spec_id(spec), list(positions), path))
         self.flush()
         return request
 
     def synchronize(self) -> None:
         """Wait until every worker has done all that was asked of it; raises what failed on the way."""
-        number, request = self.request(len(set(self._device_worker.values())))
+        number, request = self.request(self.worker_count)
         if not request.expected:
             return
         self.buf.extend((C.SYNC, number))
@@ -390,9 +448,12 @@ class Session:
         self.raise_failure()
 
     def raise_failure(self) -> None:
-        """Raise the oldest failure that no one has seen yet."""
-        if self._failures:
-            raise self._failures.popleft()
+        """Raise the oldest failure that no one has seen yet; not that of another thread, which will meet it itself."""
+        for failure in list(self._failures):
+            error, thread = failure
+            if thread is None or thread == threading.get_ident() or thread not in {t.ident for t in threading.enumerate()}:
+                self._failures.remove(failure)
+                raise error
 
     # -- the end -----------------------------------------------------------------------------------------------
     def check_open(self) -> None:
@@ -410,6 +471,7 @@ class Session:
     def _end(self, why: str, kind: type[DtorchError]) -> None:
         if self.closed is None:
             self.closed, self._closed_type = why, kind
+            self.limit = -1  # the next operator is told
             for number, request in list(self._requests.items()):
                 request.error = kind(why)
                 self._complete(number, request)
@@ -426,6 +488,7 @@ class Session:
             self.frames.clear()
         self._wake.set()
         self.link.close()
+        self.arena.close()
 
     def _forked(self) -> None:
         self.lock = threading.RLock()
@@ -434,6 +497,7 @@ class Session:
             "Start the session after forking, or keep its use in the parent."
         )
         self._closed_type = SessionClosedError
+        self.limit = -1
 
     # -- the timer ---------------------------------------------------------------------------------------------
     def _start_timer(self) -> None:
@@ -444,6 +508,10 @@ class Session:
             self.limit = _BATCH_VALUES
             self._wake.set()
 
+    def _flush_quietly(self) -> None:
+        with suppress(DtorchError):  # the session is over; its users are told at their next call
+            self.flush()
+
     def _tick(self) -> None:
         """Flush what has waited for a turn; sleep soundly while nothing happens."""
         idle, seen = 0, -1
@@ -451,10 +519,7 @@ class Session:
             time.sleep(_LINGER_S)
             if self.buf and self._flushes == seen:
                 idle = 0
-                try:
-                    self.flush()
-                except DtorchError:
-                    return  # the session is over; its users are told at their next call
+                self._flush_quietly()
             elif not self.buf and not self._requests:
                 idle += 1
             if self._requests and self.lock.acquire(blocking=False):
@@ -466,7 +531,11 @@ class Session:
                     self.lock.release()
             seen = self._flushes
             if idle > 250:
+                if self.files.forget():
+                    continue
                 self._wake.clear()
                 self.limit = -1
-                self._wake.wait()
+                while not self._wake.wait(_IDLE_S):
+                    if self.buf and self.closed is None:  # tensors have been dropped, which wakes nobody
+                        self._flush_quietly()
                 idle = 0

@@ -12,6 +12,7 @@ import torch
 
 from dtorch.client.wrap import live_shadow, small_enough
 from dtorch.core.torch_private import outside_of_dispatch
+from dtorch.planner.call import is_view
 
 # Real numbers are followed this far: schedules are short computations; a loop on small tensors is not one.
 _DEPTH = 16
@@ -22,7 +23,9 @@ def follow(cls: type, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], 
     """Run the operator on the host copies too; written arguments lose theirs when that is not possible."""
     specs = [o._h.spec for o in outs if type(o) is cls]
     depth = 1 + max((t._h.depth for t in (*args, *kwargs.values()) if type(t) is cls), default=0)
-    able = not plan.random and plan.call.name not in _WITHOUT and all(small_enough(s.shape, s.dtype) for s in specs)
+    name = plan.call.name
+    moved = is_view(func) or name == "aten.clone"  # a repeated schedule takes two dimensions on its way
+    able = not plan.random and name not in _WITHOUT and all(small_enough(s.shape, s.dtype, moved) for s in specs)
     if depth > _DEPTH and any(s.dtype.is_floating_point for s in specs):
         able = False
     host: Any = None

@@ -3,20 +3,48 @@
 from __future__ import annotations
 
 import sys
+import threading
+from collections import deque
+from importlib.util import find_spec
 from pathlib import Path
 from types import CodeType, FrameType
+from typing import Any
 
 import torch
 
-Site = tuple[CodeType, int]  # code object and instruction offset
+Site = tuple[Any, ...]  # code object, instruction offset, and perhaps the thread
 
+_PATCHES = find_spec("dtorch.patches")  # in an editable installation its folder lies beside dtorch's
 _INSIDE = (
     str(Path(torch.__file__).parent),
     str(Path(__file__).parents[1]),
+    *((_PATCHES.submodule_search_locations or ()) if _PATCHES else ()),
     "<",
     str(Path(sys.modules["contextlib"].__file__ or "")),
 )
 _USER: dict[CodeType, bool] = {}
+
+
+class Sites(deque[Site]):
+    """The sites of operators in flight, in order; with their threads once a second one has been seen."""
+
+    __slots__ = ()
+
+    def note_threads(self) -> None:
+        """From now on the thread that issues an operator is kept too."""
+        self.__class__ = _SitesOfThreads  # the same object: threads are appending to it
+
+
+class _SitesOfThreads(Sites):
+    __slots__ = ()
+
+    def append(self, site: Site) -> None:
+        super().append((*site, threading.get_ident()))
+
+
+def thread_of(site: Site | None) -> int | None:
+    """The thread that issued an operator, where it is known."""
+    return site[2] if site is not None and len(site) > 2 else None
 
 
 def caller(frame: FrameType) -> Site:
@@ -36,7 +64,7 @@ def caller(frame: FrameType) -> Site:
 
 def describe(site: Site) -> str:
     """``file:line``."""
-    code, offset = site
+    code, offset = site[:2]
     line = code.co_firstlineno
     for start, stop, number in code.co_lines():
         if start <= offset < stop and number is not None:

@@ -10,6 +10,7 @@ import torch
 
 from dtorch.client import aliasing, dispatch
 from dtorch.client.dispatch import SPECIAL, info_of, run
+from dtorch.client.saving import flat_tensor
 from dtorch.client.shadow import lose
 from dtorch.client.wrap import empty, move, moved_spec, put, rewrap, to_host
 from dtorch.core.placements import REPLICATE
@@ -116,13 +117,12 @@ def copy_(cls: type, func: Any, args: Args, kwargs: Kwargs) -> Any:
         return dst
     h = dst._h
     if type(src) is not cls:
-        value = src.detach().to("cpu", h.spec.dtype)
+        value = src.detach()
         if h.family is None and h.view is None and not h.spec.has_partial:
-            value = value.expand(dst.shape)
-            fresh = put(h.session, value, h.spec.mesh, h.spec.placements)
+            fresh = put(h.session, value.expand(dst.shape), h.spec.mesh, h.spec.placements, h.spec.dtype)
             _take_over(dst, fresh)
             return dst
-        src = put(h.session, value, h.spec.mesh)
+        src = put(h.session, value, h.spec.mesh, dtype=h.spec.dtype)
     elif src._h.spec.mesh is not h.spec.mesh:
         if src._h.session is not h.session:
             src = put(h.session, to_host(src), h.spec.mesh)
@@ -252,6 +252,16 @@ def set_(cls: type, func: Any, args: Args, kwargs: Kwargs) -> Any:
     else:
         fresh = dispatch.dispatch(cls, aten.alias.default, (), (source,), {})
     return adopt(x, fresh)
+
+
+@special(aten.set_.source_Storage, aten.set_.source_Storage_storage_offset)
+def set_storage(cls: type, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """What ``torch.load`` does to give a tensor the bytes that it has read."""
+    x, storage = args[0], args[1]
+    flat = flat_tensor(storage, x.dtype)
+    offset, size = (args[2], args[3]) if len(args) > 3 else (0, flat.shape)
+    stride = args[4] if len(args) > 4 else torch.empty(size, device="meta").stride()
+    return adopt(x, flat.as_strided(size, stride, offset))
 
 
 # -- out= variants and composites ----------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dtorch.client import aliasing, graph, specials, wrap
+from dtorch.client import aliasing, graph, norms, specials, wrap
 from dtorch.client.dispatch import dispatch
 from dtorch.client.factories import placed
 from dtorch.client.future import TensorFuture
@@ -415,4 +415,6 @@ def describe(t: DTensor) -> str:
     return f"{name}({inner}, device_mesh={t.device_mesh}, placements={list(t.placements)}{extra})"
 
 
-__all__ = ["DTensor", "StorageStandIn", "describe", "distribute_tensor", "graph", "make_wrapper_subclass", "specials"]
+__all__ = [
+    "DTensor", "StorageStandIn", "describe", "distribute_tensor", "graph", "make_wrapper_subclass", "norms", "specials",
+]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from dtorch.client.handle import Family, Handle
 from dtorch.client.lower import encode_move, wrapper_maker
 from dtorch.client.session import Request, Session
+from dtorch.client.shared import Segment
 from dtorch.client.sites import caller
 from dtorch.core.placements import REPLICATE, Placement
 from dtorch.core.spec import MeshLayout, TensorSpec, dense_strides
@@ -20,6 +22,8 @@ from dtorch.protocol.values import dtype_name
 # Values small enough to keep a copy in the client: whole numbers steer masks, positions and stopping; real numbers
 # are schedules.
 _SHADOW_WHOLE, _SHADOW_REAL = 16384, 1024
+# Values from this size on do not travel in the stream, where workers can share this process's memory.
+_LARGE_BYTES = 1 << 20
 
 
 class _Class:
@@ -44,10 +48,10 @@ def rewrap(h: Handle) -> Any:
     return out
 
 
-def small_enough(shape: Sequence[int], dtype: torch.dtype) -> bool:
-    """Whether a tensor made from host data keeps a host copy."""
+def small_enough(shape: Sequence[int], dtype: torch.dtype, rearranged: bool = False) -> bool:
+    """Whether a tensor made from host data, or by ``rearranged`` moving elements about, keeps a host copy."""
     real = dtype.is_floating_point or dtype.is_complex
-    if real and len(shape) > 1:
+    if real and len(shape) > 1 and not rearranged:
         return False  # data, not a schedule
     n = 1
     for s in shape:
@@ -64,24 +68,42 @@ def host_bytes(t: torch.Tensor) -> bytes:
     return bytes(memoryview(flat.view(torch.uint8).numpy()))
 
 
-def put(session: Session, t: torch.Tensor, mesh: MeshLayout, placements: tuple[Placement, ...] | None = None) -> Any:
-    """Upload a plain tensor; every device keeps its part. Strides follow torch's ``.to(device)``."""
+def put(
+    session: Session, t: torch.Tensor, mesh: MeshLayout, placements: tuple[Placement, ...] | None = None,
+    dtype: torch.dtype | None = None,
+) -> Any:  # fmt: skip
+    """Upload a plain tensor; every device keeps its part. Strides follow torch's ``.to(device, dtype)``."""
     if t.layout != torch.strided or t.is_quantized or t.is_nested:
         kind = "quantized" if t.is_quantized else "nested" if t.is_nested else str(t.layout)
         raise RuntimeError(f"A {kind} tensor cannot be distributed: dtorch takes strided ones. Call .to_dense() first.")
     parameter = t.requires_grad  # trained, not steered by
     with torch.no_grad(), torch.inference_mode(False):
-        t = t.detach()
+        t = t.detach().cpu()
         stride = torch.empty_like(t, device="meta").stride()
+    dtype = dtype or t.dtype
     whole = tuple(placements) if placements is not None else (REPLICATE,) * mesh.ndim
     held = tuple(REPLICATE if p.is_partial() else p for p in whole)
-    spec = session.make_spec(mesh, held, t.shape, stride, t.dtype)
+    spec = session.make_spec(mesh, held, t.shape, stride, dtype)
     new = session.ids()
-    session.upload(new, spec, host_bytes(t))
+    with torch.no_grad(), torch.inference_mode(False):
+        _send(session, new, spec, t)
+        shadow = t.to(dtype, copy=True) if small_enough(t.shape, dtype) and not parameter else None
     out = wrap(session, new, spec)
-    if small_enough(t.shape, t.dtype) and not parameter:
-        out._h.shadow = t.detach().cpu().clone()
-    return out if held == whole else move(out, session.make_spec(mesh, whole, t.shape, stride, t.dtype))
+    out._h.shadow = shadow
+    return out if held == whole else move(out, session.make_spec(mesh, whole, t.shape, stride, dtype))
+
+
+def _send(session: Session, tensor_id: int, spec: TensorSpec, t: torch.Tensor) -> None:
+    """Bring the value of a plain CPU tensor to the workers: from its file, through shared memory or in the stream."""
+    config = session.config
+    if spec.nbytes >= _LARGE_BYTES:
+        site = caller(sys._getframe(1))
+        if not config.null_workers and session.files.load_mapped(tensor_id, spec, t, site):
+            return
+        if config.shares_memory:
+            session.arena.send(tensor_id, spec, t, site)
+            return
+    session.upload(tensor_id, spec, host_bytes(t.to(spec.dtype)))
 
 
 def moved_spec(session: Session, spec: TensorSpec, mesh: MeshLayout, placements: tuple[Placement, ...]) -> TensorSpec:
@@ -134,10 +156,15 @@ def alias(t: Any) -> Any:
 
 
 def replace(t: Any, target: TensorSpec) -> None:
-    """Re-place a tensor itself: the same object, value and id, other placements."""
+    """Re-place a tensor itself: the same object, value and id, other placements.
+
+    Threads may read one tensor at once. Commands that read a Partial tensor are appended under the same lock.
+    """
     h: Handle = t._h
-    emit_move(h.session, h.id, h.spec, h.id, target)
-    h.spec = target
+    with h.session.lock:
+        if h.spec is not target:
+            emit_move(h.session, h.id, h.spec, h.id, target)
+            h.spec = target
 
 
 def live_shadow(h: Handle) -> Any:
@@ -171,7 +198,10 @@ class Pending:
         self.boxes: dict[Any, int] = {}
         for position in range(h.spec.mesh.size):
             self.boxes.setdefault(h.spec.box(position), position)
-        self.request: Request = self.session.fetch(h.id, h.spec, list(self.boxes.values()))
+        shared = h.spec.nbytes >= _LARGE_BYTES and self.session.config.shares_memory
+        self.segment = Segment(h.spec.nbytes) if shared else None
+        path = self.segment.path if self.segment is not None else None
+        self.request: Request = self.session.fetch(h.id, h.spec, list(self.boxes.values()), path)
 
     def get(self) -> torch.Tensor:
         """Wait and assemble.
@@ -181,7 +211,12 @@ class Pending:
         """
         self.session.finish(self.request)
         spec = self.spec
+        stride = dense_strides(spec.shape, spec.shape, spec.stride)
         with torch.inference_mode(False), torch.no_grad():
+            if self.segment is not None:
+                value = self.segment.bytes(mmap.MAP_PRIVATE).view(spec.dtype).as_strided(spec.shape, stride)
+                self.segment.close()
+                return value
             pieces = {box: _tensor(self.request.parts[p], spec, box) for box, p in self.boxes.items()}
             if len(pieces) == 1:
                 full = next(iter(pieces.values()))
@@ -190,7 +225,6 @@ class Pending:
                 for box, piece in pieces.items():
                     full[tuple(slice(a, b) for a, b in box)] = piece
             if not spec.is_contiguous:
-                stride = dense_strides(spec.shape, spec.shape, spec.stride)
                 full = torch.empty_strided(spec.shape, stride, dtype=spec.dtype).copy_(full)
         return full
 
@@ -242,7 +276,7 @@ def empty(session: Session, shape: Sequence[int], stride: Sequence[int], dtype: 
         data = [
             "aten::empty_strided.default", mesh.id, [], 0, [list(spec.shape), list(spec.stride)],
             {"dtype": {"d": dtype_name(dtype)}, "device": {"x": 0}}, [], [], [[session.spec_id(spec), None, False]],
-            None, None, 0,
+            None, None, 0, [], [],
         ]  # fmt: skip
         code = session.plans[("empty", spec)] = session.send_plan(data)
     session.sites.append(caller(sys._getframe(1)))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dtorch.core.errors import DtorchError
+from dtorch.core.errors import DtorchError, refuse
 
 MODES = ("inline", "local")
 
@@ -22,6 +24,8 @@ class SessionConfig:
         threads: computing threads of each worker, ``None``: cores divided by workers, at most torch's in this process.
         strict: hidden redistributions are errors.
         null_workers: for measuring: this many workers that do nothing, one for each device.
+        file_roots: workers read files below these directories only, links resolved; ``None``: every file that this user
+            may read.
     """
 
     mode: str = "local"
@@ -31,14 +35,26 @@ class SessionConfig:
     threads: int | None = None
     strict: bool = False
     null_workers: int = 0
+    file_roots: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
+        faults = []
         if self.mode not in MODES:
-            raise DtorchError(f"mode={self.mode!r}: the execution mode must be one of {', '.join(MODES)}.")
+            faults.append(f"mode={self.mode!r}: the execution mode must be one of {', '.join(MODES)}.")
         for name in ("workers", "max_devices", "threads"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
-                raise DtorchError(f"{name}={value!r} must be a positive number or None.")
+                faults.append(f"{name}={value!r} must be a positive number or None.")
+        refuse(faults, DtorchError)
+        if isinstance(self.file_roots, str):
+            raise DtorchError(f"file_roots={self.file_roots!r} must be a list of directories.")
+        if self.file_roots is not None:
+            object.__setattr__(self, "file_roots", tuple(map(_root, self.file_roots)))
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether workers are other processes that can map this one's memory."""
+        return self.mode == "local" and sys.platform == "linux"
 
 
 def cores() -> int:
@@ -49,8 +65,9 @@ def cores() -> int:
 def from_environment(**given: object) -> SessionConfig:
     """Configuration from arguments (those not ``None``) over the environment over the defaults.
 
-    Environment: DTORCH_MODE; DTORCH_WORKERS; DTORCH_THREADS; DTORCH_DTENSOR_IN_SAME_DEVICE=1 puts all devices into one
-    worker, and DTORCH_NUM_GPU_WHEN_ENABLE_DTENSOR_IN_SAME_DEVICE (8) is then the number of devices.
+    Environment: DTORCH_MODE; DTORCH_WORKERS; DTORCH_THREADS; DTORCH_FILE_ROOTS (directories, separated as in PATH);
+    DTORCH_DTENSOR_IN_SAME_DEVICE=1 puts all devices into one worker, and
+    DTORCH_NUM_GPU_WHEN_ENABLE_DTENSOR_IN_SAME_DEVICE (8) is then the number of devices.
 
     Raises:
         DtorchError: an unknown mode or a number that is none.
@@ -65,8 +82,37 @@ def from_environment(**given: object) -> SessionConfig:
         name = "DTORCH_NUM_GPU_WHEN_ENABLE_DTENSOR_IN_SAME_DEVICE"
         values["workers"] = 1
         values["max_devices"] = _number(name, os.environ.get(name, "8"))
+    if (roots := file_roots()) is not None:
+        values["file_roots"] = roots
     values.update({k: v for k, v in given.items() if v is not None})
     return SessionConfig(**values)  # type: ignore[arg-type]
+
+
+def file_roots() -> tuple[str, ...] | None:
+    """The directories of DTORCH_FILE_ROOTS; ``None`` when it is not set."""
+    text = os.environ.get("DTORCH_FILE_ROOTS")
+    return None if text is None else tuple(_root(path) for path in text.split(os.pathsep) if path)
+
+
+def check_roots(path: str, roots: Sequence[str] | None) -> None:
+    """Refuse a resolved path that lies below none of the roots.
+
+    Raises:
+        PermissionError: it is refused.
+    """
+    if roots is not None and not any(os.path.commonpath((root, path)) == root for root in roots):
+        raise PermissionError(
+            f"{path} lies outside of the directories that workers may read ({', '.join(roots) or 'none'}). "
+            "Name its directory with file_roots= or DTORCH_FILE_ROOTS."
+        )
+
+
+def _root(path: str) -> str:
+    if not os.path.isdir(path):
+        raise DtorchError(f"file_roots: {path!r} is not a directory.")
+    if os.pathsep in path:  # they reach the workers in their environment
+        raise DtorchError(f"file_roots: {path!r} has a {os.pathsep!r} in its name, which separates directories.")
+    return os.path.realpath(path)
 
 
 def _number(name: str, text: str) -> int:

@@ -6,6 +6,7 @@ DtorchError(RuntimeError)
 ├── RemoteError         an operator failed on a worker; carries operator, device, user line, remote traceback
 ├── WorkerLostError     a worker ended while the session needed it
 ├── SessionClosedError  the session has been shut down, or belongs to another process (fork)
+├── LoadError           a file of weights that is missing, damaged or does not fit; an OSError as well
 ├── CommError           a connection failed
 └── ProtocolError       a malformed message
 """
@@ -23,14 +24,14 @@ class PlacementError(DtorchError, ValueError):
     """A placement, a mesh or a redistribution that cannot work; the text says why and what to use instead."""
 
 
-def refuse(faults: Sequence[str]) -> None:
+def refuse(faults: Sequence[str], kind: type[DtorchError] = PlacementError) -> None:
     """Report all faults of a call's arguments at once.
 
     Raises:
-        PlacementError: there are any.
+        PlacementError, or ``kind``: there are any.
     """
     if faults:
-        raise PlacementError(faults[0] if len(faults) == 1 else f"{len(faults)} faults. " + " ".join(faults))
+        raise kind(faults[0] if len(faults) == 1 else f"{len(faults)} faults. " + " ".join(faults))
 
 
 class ImplicitRedistributionError(PlacementError):
@@ -68,6 +69,10 @@ class WorkerLostError(DtorchError):
 
 class SessionClosedError(DtorchError):
     """The session was shut down, or this process is a fork of the one that started it."""
+
+
+class LoadError(DtorchError, OSError):
+    """A file of weights that is missing, damaged, does not fit or must not be read; the text names file and key."""
 
 
 class CommError(DtorchError):

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh as _TorchDeviceMesh
 
-from dtorch.core.errors import PlacementError
+from dtorch.core.errors import PlacementError, refuse
 from dtorch.core.spec import MeshLayout
 
-_default: ContextVar[tuple[DeviceMesh, ...]] = ContextVar("dtorch_default_mesh", default=())
+# The meshes of the ``with mesh:`` blocks around, each with what is torch's current device outside of its block.
+_default: ContextVar[tuple[tuple[DeviceMesh, Any], ...]] = ContextVar("dtorch_default_mesh", default=())
 
 # The first mesh that the program made: the default one where no ``with mesh:`` is active.
 _first: list[DeviceMesh] = []
@@ -54,30 +55,26 @@ class DeviceMesh(_TorchDeviceMesh):
         graph: Any = None,
     ) -> None:
         try:
-            grid = mesh if isinstance(mesh, torch.Tensor) else torch.tensor(mesh, dtype=torch.int64, device="cpu")
+            grid = mesh if isinstance(mesh, torch.Tensor) else torch.tensor(mesh, device="cpu")
         except (TypeError, ValueError, RuntimeError) as e:
             raise PlacementError(
                 f"DeviceMesh({device_type!r}, {mesh!r}): the mesh must be a nested list of device numbers ({e})."
             ) from e
-        if grid.is_floating_point() or grid.is_complex():
+        if grid.numel() and (grid.is_floating_point() or grid.is_complex()):
             raise PlacementError(f"DeviceMesh({device_type!r}, {mesh!r}): device numbers must be integers.")
         grid = grid.detach().to("cpu", torch.int64).contiguous()
         grid = grid.reshape(1) if grid.ndim == 0 else grid
-        numbers = grid.flatten().tolist()
+        numbers, faults = grid.flatten().tolist(), []
         if not numbers or min(numbers) < 0 or len(set(numbers)) != len(numbers):
-            raise PlacementError(
-                f"DeviceMesh({device_type!r}, {mesh!r}): every device number must be >= 0 and occur once."
-            )
+            faults.append(f"DeviceMesh({device_type!r}, {mesh!r}): every device number must be >= 0 and occur once.")
         names = tuple(mesh_dim_names) if mesh_dim_names is not None else None
         if names is not None and (len(names) != grid.ndim or len(set(names)) != len(names)):
-            raise PlacementError(
-                f"mesh_dim_names={names} for a mesh of {grid.ndim} axes: give one distinct name per axis."
-            )
+            faults.append(f"mesh_dim_names={names} for a mesh of {grid.ndim} axes: give one distinct name per axis.")
+        refuse(faults)
         super().__init__(device_type, grid.to(torch.int32), mesh_dim_names=names, _init_backend=False, _rank=0)
         self._grid = grid
         self._graph = graph
         self._layout_id: MeshLayout | None = None
-        self._tokens: list[tuple[Token[tuple[DeviceMesh, ...]], Any]] = []
         if not _first:
             _first.append(self)
 
@@ -161,13 +158,12 @@ class DeviceMesh(_TorchDeviceMesh):
 
     # -- default mesh ------------------------------------------------------------------------------------------
     def __enter__(self) -> DeviceMesh:
-        token = _default.set((*_default.get(), self))
-        self._tokens.append((token, enter_device(self)))
+        _default.set((*_default.get(), (self, enter_device(self))))
         return self
 
     def __exit__(self, *exc: object) -> None:
-        token, before = self._tokens.pop()
-        _default.reset(token)
+        *outer, (_, before) = _default.get()
+        _default.set(tuple(outer))
         leave_device(before)
 
     def __iter__(self) -> Iterator[Any]:
@@ -181,7 +177,23 @@ def _rebuild(device_type: str, grid: Any, names: tuple[str, ...] | None) -> Devi
 def current_mesh() -> DeviceMesh | None:
     """The mesh of the innermost ``with mesh:``, or ``None``."""
     stack = _default.get()
-    return stack[-1] if stack else None
+    return stack[-1][0] if stack else None
+
+
+KINDS = ("dp", "tp", "pp", "ulysses_cp", "ulysess_cp", "ring_cp", "ep")
+
+
+def axis_kind(name: str) -> str:
+    """What an axis of this name is for: the name, or its start before ``_``, spelled correctly; "" if for nothing known."""
+    for kind in KINDS:
+        if name == kind or name.startswith(f"{kind}_"):
+            return "ulysses_cp" if kind == "ulysess_cp" else kind
+    return ""
+
+
+def axis_kinds(mesh: DeviceMesh) -> tuple[str, ...]:
+    """The kind of each axis of a mesh."""
+    return tuple(map(axis_kind, mesh.mesh_dim_names)) if mesh.mesh_dim_names else ("",) * mesh.ndim
 
 
 def first_mesh() -> DeviceMesh | None:

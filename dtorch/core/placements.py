@@ -105,13 +105,8 @@ def as_placement(value: object) -> Placement:
     )
 
 
-def normalize(
-    placements: Iterable[object] | None, mesh_ndim: int, tensor_ndim: int | None
-) -> tuple[Placement, ...]:
+def normalize(placements: Iterable[object] | None, mesh_ndim: int, tensor_ndim: int) -> tuple[Placement, ...]:
     """Checked placements with non-negative dimensions, one per mesh axis; ``None`` replicates on every axis.
-
-    Args:
-        tensor_ndim: dimensions of the tensor; ``None`` while it is not known: then dimensions are not checked.
 
     Raises:
         PlacementError: wrong number of placements, or a dimension that the tensor does not have; all faults at once.
@@ -135,9 +130,9 @@ def normalize(
     return tuple(given)
 
 
-def _inside(p: Placement, axis: int, ndim: int | None) -> Placement:
+def _inside(p: Placement, axis: int, ndim: int) -> Placement:
     """The placement with a non-negative dimension."""
-    if ndim is None or not isinstance(p, Shard):
+    if not isinstance(p, Shard):
         return p
     if -ndim <= p.dim < ndim:
         return Shard(p.dim % ndim)

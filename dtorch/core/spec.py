@@ -17,6 +17,9 @@ from dtorch.core.placements import Partial, Placement, Replicate, Shard
 
 Box = tuple[tuple[int, int], ...]
 
+# Ids of rolled layouts start here, beyond those of meshes that the user makes.
+ROLLED = 1 << 20
+
 
 class Interned(type):
     """Values made from equal arguments are one object: comparing and hashing them is comparing identities."""
@@ -44,11 +47,38 @@ class MeshLayout(metaclass=Interned):
         id: number of the mesh within its session, the index of its torch device.
         shape: number of devices along each axis.
         devices: global device numbers in row-major order of ``shape``.
+        kinds: what each axis is for, by its name ("ring_cp", ...; "" without a name); workers do without.
+        session: number of the session within the client, so that tensors of two sessions do not pass for each other's.
     """
 
     id: int
     shape: tuple[int, ...]
     devices: tuple[int, ...]
+    kinds: tuple[str, ...] = ()
+    session: int = 0
+
+    def kind(self, axis: int) -> str:
+        """What an axis is for."""
+        return self.kinds[axis] if self.kinds else ""
+
+    def rolled(self, axis: int, shift: int) -> MeshLayout:
+        """The layout in which each device stands where its ``shift``-th predecessor along the axis stands in this one.
+
+        A tensor placed alike on both lies, on the rolled one, ``shift`` devices further: a ring's step is a move
+        between them.
+        """
+        n = self.shape[axis]
+        if shift % n == 0:
+            return self
+        stride = 1
+        for size in self.shape[axis + 1 :]:
+            stride *= size
+        devices = list(self.devices)
+        for position, c in enumerate(self.coordinates):
+            source = position + ((c[axis] + shift) % n - c[axis]) * stride
+            devices[position] = self.devices[source]
+        number = ROLLED + (self.id * 16 + axis) * 1024 + shift % n
+        return MeshLayout(number, self.shape, tuple(devices), self.kinds, self.session)
 
     @property
     def ndim(self) -> int:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 import torch.optim.optimizer
+from torch.jit import _builtins
+from torch.utils._device import DeviceContext, _device_constructors
 from torch.utils._mode_utils import no_dispatch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
@@ -18,6 +20,9 @@ below_autograd = torch._C._AutoDispatchBelowAutograd
 OpOverload = torch._ops.OpOverload
 # Python functions of operators that torch's public modules wrap or lack.
 nn_functions = torch._C._nn
+# The functions that ``with torch.device(...):`` gives a device, and the mode that does it.
+device_constructors = _device_constructors
+device_context = DeviceContext
 
 
 @contextlib.contextmanager
@@ -95,11 +100,13 @@ def run_backward_on_calling_thread() -> None:
 
 
 def has_composite_kernel(func: Any) -> bool:
-    """Whether torch has the operator in C++ written in terms of others (CompositeImplicitAutograd).
+    """Whether torch has the operator in C++ only written in terms of others (CompositeImplicitAutograd).
 
-    Python decompositions do not count: torch has kernels for those operators, with other rounding.
+    Python decompositions do not count, nor do operators with a kernel besides (``silu_backward``): torch runs those
+    kernels, with other rounding.
     """
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"))
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    return has(func.name(), "CompositeImplicitAutograd") and not has(func.name(), "CPU")
 
 
 def decompose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -107,25 +114,16 @@ def decompose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
-def convolution_format(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    transposed: bool,
-    output_padding: list[int],
-    groups: int,
-) -> torch.memory_format:
-    """Memory format of a convolution's result on the CPU; the tensors' values are not looked at.
+def load_location(saved: str) -> torch.device | None:
+    """Where the ``torch.load`` in progress puts a tensor saved from a device type; ``None`` where it was."""
+    location = torch.serialization._serialization_tls.map_location
+    if isinstance(location, dict):
+        location = location.get(saved)
+    return torch.device(location) if isinstance(location, (str, torch.device)) else None
 
-    For a convolution in one dimension it is that of the result with a dimension of size one before the last.
-    """
-    backend = torch._C._select_conv_backend(
-        x, weight, bias=bias, stride=stride, padding=padding, dilation=dilation, transposed=transposed,
-        output_padding=output_padding, groups=groups,
-    )  # fmt: skip
-    if x.dim() == 3:
-        x, weight = x.contiguous().unsqueeze(2), weight.unsqueeze(2)
-    return torch._C._conv_determine_backend_memory_format(x, weight, backend)  # type: ignore[no-any-return, attr-defined]
+
+def script_as(new: Any, old: Any) -> None:
+    """Let ``torch.jit.script`` compile calls of ``new`` as those of torch's own function ``old``."""
+    operator = _builtins._find_builtin(old)
+    if operator is not None:
+        _builtins._register_builtin(new, operator)

@@ -15,9 +15,12 @@ from dtorch.worker.executor import Executor
 class InlineLink:
     """A link to one executor in this process that hosts every device."""
 
-    def __init__(self, physical: str = "cpu") -> None:
+    def __init__(self, physical: str = "cpu", file_roots: Sequence[str] | None = None) -> None:
         self._events: deque[Event] = deque()
-        self._executor = Executor([], lambda frames: self._events.append(Reply(frames)), None, 0, physical)
+        self._executor = Executor([], self._reply, None, 0, physical, file_roots)
+
+    def _reply(self, frames: Sequence[bytes | memoryview]) -> None:
+        self._events.append(Reply([bytes(frame) for frame in frames]))  # copies: what they show may be written next
 
     def assign(self, devices: Sequence[int]) -> dict[int, int]:
         """Every device lives in worker 0."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import torch
@@ -28,8 +29,9 @@ class ProcessLink:
     def __init__(self, config: SessionConfig) -> None:
         self._config = config
         self._most = config.workers or cores()
+        roots = {} if config.file_roots is None else {"DTORCH_FILE_ROOTS": os.pathsep.join(config.file_roots)}
         self._link = LocalLink(
-            LaunchConfig(physical=config.device_type, env=_WORKER_ENV, null_workers=config.null_workers)
+            LaunchConfig(physical=config.device_type, env={**_WORKER_ENV, **roots}, null_workers=config.null_workers)
         )
         self._count = 0
         self._shared = 0

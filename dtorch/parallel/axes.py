@@ -6,21 +6,7 @@ An axis counts by the start of its name, so ``dp_replicate`` and ``dp_shard`` ar
 from __future__ import annotations
 
 from dtorch.core.errors import PlacementError
-from dtorch.core.mesh import DeviceMesh
-
-KINDS = ("dp", "tp", "pp", "ulysses_cp", "ulysess_cp", "ring_cp", "ep")
-
-
-def kind_of(name: str) -> str:
-    """The kind of an axis, spelled correctly.
-
-    Raises:
-        PlacementError: a name of no known kind.
-    """
-    for kind in KINDS:
-        if name == kind or name.startswith(f"{kind}_"):
-            return "ulysses_cp" if kind == "ulysess_cp" else kind
-    raise PlacementError(f"Mesh axis {name!r}: parallelize knows axes named {', '.join(KINDS)} (or such a name and _...).")
+from dtorch.core.mesh import KINDS, DeviceMesh, axis_kind
 
 
 def axes(mesh: DeviceMesh, *kinds: str) -> list[int]:
@@ -32,4 +18,9 @@ def axes(mesh: DeviceMesh, *kinds: str) -> list[int]:
     names = mesh.mesh_dim_names
     if names is None:
         raise PlacementError(f"{mesh} has no axis names; make it with mesh_dim_names=('dp', 'tp', ...).")
-    return [a for a, name in enumerate(names) if kind_of(name) in kinds and mesh.size(a) > 1]
+    for name in names:
+        if not axis_kind(name):
+            raise PlacementError(
+                f"Mesh axis {name!r}: parallelize knows axes named {', '.join(KINDS)} (or such a name and _...)."
+            )
+    return [a for a, name in enumerate(names) if axis_kind(name) in kinds and mesh.size(a) > 1]

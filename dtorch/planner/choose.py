@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from dtorch.core.placements import REPLICATE, Partial, Placement, Replicate, Shard
 from dtorch.core.spec import MeshLayout, TensorSpec
+from dtorch.planner import context
 from dtorch.planner.rule import Label, Labels, Rule
 
 # Relative cost of a local slice or mask against moving the same bytes between devices.
@@ -16,11 +17,19 @@ _ILLEGAL = float("inf")
 
 @dataclass(frozen=True)
 class Choice:
-    """Placements of every slot and result; ``cut`` lists the labels that some axis shards."""
+    """Placements of every slot and result.
+
+    Attributes:
+        cut: labels that some axis shards.
+        made: placements of the results as the operator makes them, where they differ from ``outputs``.
+        ring: mesh axis along which blocks go round, or ``None``.
+    """
 
     inputs: tuple[tuple[Placement, ...], ...]
     outputs: tuple[tuple[Placement, ...], ...]
     cut: frozenset[Label]
+    made: tuple[tuple[Placement, ...], ...] | None = None
+    ring: int | None = None
 
 
 def choose(
@@ -46,9 +55,24 @@ def choose(
         return _choose_entries(rule, specs, mesh, sizes, written)
     ins: list[list[Placement]] = [[] for _ in specs]
     outs: list[list[Placement]] = [[] for _ in rule.outputs]
+    made: list[list[Placement]] = [[] for _ in rule.outputs]
+    ring: int | None = None
     cut: dict[Label, int] = {}
     for axis, parts in enumerate(mesh.shape):
         current = [s.placements[axis] for s in specs]
+        mode = context.mode(rule, specs, mesh, axis, 0 if ring is None else 1)
+        if mode:
+            place = context.along_heads if mode == "ulysses" else context.along_sequence
+            ring = axis if mode == "ring" else ring
+            label = rule.heads if mode == "ulysses" else rule.sequence[0]
+            cut[label] = cut.get(label, 1) * parts
+            for slot, labels in enumerate(rule.inputs):
+                ins[slot].append(place(rule, labels))
+            for i, labels in enumerate(rule.outputs):
+                whole = label in rule.reduce and label not in labels and mode == "ulysses"
+                made[i].append(Partial(rule.reduce[label]) if whole else place(rule, labels))
+                outs[i].append(context.along_sequence(rule, labels))
+            continue
         best_cost, best = _ILLEGAL, None
         for candidate in _candidates(rule, current, sizes, cut, parts):
             if any(candidate[0][slot] != candidate[1][i] for i, slot in same.items()):
@@ -70,15 +94,17 @@ def choose(
             ins[slot].append(p)
         for i, p in enumerate(wanted_out):
             outs[i].append(p)
-    return Choice(tuple(map(tuple, ins)), tuple(map(tuple, outs)), frozenset(cut))
+            made[i].append(p)
+    outputs, as_made = tuple(map(tuple, outs)), tuple(map(tuple, made))
+    return Choice(tuple(map(tuple, ins)), outputs, frozenset(cut), None if as_made == outputs else as_made, ring)
 
 
 def _choose_entries(
     rule: Rule, specs: Sequence[TensorSpec], mesh: MeshLayout, sizes: dict[Label, int], written: frozenset[int]
 ) -> Choice:
     """Each entry of the lists by itself; tensors that belong to all entries are whole."""
-    ins = [(REPLICATE,) * mesh.ndim for _ in specs]
-    outs = [(REPLICATE,) * mesh.ndim for _ in rule.outputs]
+    whole: tuple[Placement, ...] = (REPLICATE,) * mesh.ndim
+    ins, outs = [whole for _ in specs], [whole for _ in rule.outputs]
     cut: frozenset[Label] = frozenset()
     for slots, results in rule.entries:
         part = Rule([rule.inputs[s] for s in slots], [rule.outputs[i] for i in results], reduce=rule.reduce)

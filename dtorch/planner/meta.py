@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from dtorch.core.spec import TensorSpec, contiguous_strides
-from dtorch.core.torch_private import below_python_dispatch, convolution_format
+from dtorch.core.torch_private import below_python_dispatch
 from dtorch.planner.call import Call
 from dtorch.planner.missing_meta import SHAPES
 
@@ -102,12 +102,7 @@ def _grouped_mm(call: Call) -> torch.Tensor:
 
 
 def _corrected(call: Call, result: Any) -> Any:
-    """What a meta implementation gets wrong.
-
-    Batch norm saves no statistics when it uses the running ones; a convolution's memory format depends on its kernel.
-    """
-    if call.name == "aten.convolution":
-        return _convolution(call, result)
+    """Shapes that a meta implementation gets wrong: batch norm saves no statistics when it uses the running ones."""
     if call.name in (
         "aten._native_batch_norm_legit_no_training",
         "aten._native_batch_norm_legit",
@@ -117,18 +112,6 @@ def _corrected(call: Call, result: Any) -> Any:
             out, mean, deviation = result
             return out, mean.new_empty(0), deviation.new_empty(0)
     return result
-
-
-def _convolution(call: Call, out: torch.Tensor) -> torch.Tensor:
-    """The result in the memory format that the CPU's kernels choose, where the inputs are not in row-major order."""
-    tensors = [call[name] for name in ("input", "weight", "bias")]
-    if not out.numel() or all(t is None or _row_major(t) for t in tensors):
-        return out
-    settings = [call[n] for n in ("stride", "padding", "dilation", "transposed", "output_padding", "groups")]
-    chosen = convolution_format(*(None if t is None else _like(t, "cpu") for t in tensors), *settings)
-    shape = (*out.shape[:2], 1, out.shape[2]) if out.dim() == 3 else out.shape
-    ordered = torch.empty(shape, dtype=out.dtype, device="meta", memory_format=chosen)
-    return ordered.squeeze(2) if out.dim() == 3 else ordered
 
 
 def _depends_on_data(call: Call) -> bool:

@@ -12,6 +12,7 @@ from dtorch.core.placements import REPLICATE, Partial, Placement
 from dtorch.core.spec import MeshLayout, TensorSpec
 from dtorch.planner.call import Call, draws, is_view
 from dtorch.planner.choose import Choice, choose
+from dtorch.planner.context import rounds
 from dtorch.planner.meta import NoMeta, predict
 from dtorch.core.steps import Step
 from dtorch.planner.redistribute import plan_steps
@@ -57,6 +58,8 @@ class Plan:
         dynamic: results are known only after running; the client waits for their shapes.
         random: draws from a generator.
         fallback: no rule existed; inputs were gathered and the operator runs replicated.
+        after: for a result, the steps from the placements in which it is made to those of its spec.
+        rounds: the sends of a ring, see ``planner.context``.
         copies_view: the result should be a view but its base had to be moved: it is a copy the client must refresh.
     """
 
@@ -74,6 +77,14 @@ class Plan:
     random: bool = False
     fallback: bool = False
     copies_view: bool = False
+    after: tuple[tuple[int, tuple[Step, ...]], ...] = ()
+    rounds: tuple[tuple[tuple[int, Step], ...], ...] = ()
+
+    @property
+    def steps(self) -> list[Step]:
+        """Every redistribution step of a run."""
+        listed = [step for _, steps in (*self.moves, *self.back, *self.after) for step in steps]
+        return listed + [step for row in self.rounds for _, step in row]
 
 
 def make_plan(call: Call, mesh: MeshLayout) -> Plan:
@@ -182,12 +193,23 @@ def _assemble(
         if alias is not None and not same and alias in moved:
             copies = True
         results.append(Result(spec, alias, offset, same))
+    after = []
+    for i, placements in enumerate(choice.made or ()):
+        spec = results[i].spec
+        if spec is not None and placements != spec.placements:
+            after.append((i, plan_steps(spec.replace(placements), spec)))
+    ring = ()
+    if choice.ring is not None:
+        slots = [call.slots[name] for name in ("key", "value")]
+        ring = rounds(wanted, slots, choice.ring)
+        if "backward" not in call.name:
+            ring = ring[:-1]  # the last round brings blocks home, which only their gradients need
     kernel = next((rule.kernels[c] for c in choice.cut if c in rule.kernels), None)
     if kernel is None and (choice.cut or random):
-        kernel = rule.kernel
+        kernel = rule.ring if choice.ring is not None else rule.kernel
     return Plan(
         call, mesh, tuple(wanted), tuple(moves), tuple(back), tuple(reduce), tuple(results), template, kernel,
-        rule.resize if choice.cut else None, False, random, fallback, copies,
+        rule.resize if choice.cut else None, False, random, fallback, copies, tuple(after), ring,
     )  # fmt: skip
 
 

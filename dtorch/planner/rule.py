@@ -33,6 +33,8 @@ class Rule:
         even: labels that are only cut when every device gets the same size.
         kernels: for a label, the worker kernel that replaces the operator on devices where the label is cut.
         kernel: the worker kernel that replaces the operator whenever some tensor is not replicated.
+        sequence, heads, ring: attention under context parallelism, see ``planner.context``: labels of the sequence
+            dimensions (rows and columns), the label of the heads, and the kernel that passes blocks round.
         resize: (argument name, index of result): the argument is replaced by that result's local shape.
         entries: for an operator on lists, the slots and results of each entry: no entry minds where others are.
         unused: slots whose values the operator does not read (``zeros_like``): they stay where they are.
@@ -49,6 +51,9 @@ class Rule:
     kernels: Mapping[Label, str] = field(default_factory=dict)
     kernel: str | None = None
     resize: tuple[str, int] | None = None
+    sequence: Sequence[Label] = ()
+    heads: Label = None
+    ring: str | None = None
     entries: Sequence[tuple[Sequence[int], Sequence[int]]] = ()
     unused: frozenset[int] = frozenset()
     whole: frozenset[int] = frozenset()

@@ -9,22 +9,30 @@ A batch payload is a msgpack list of commands laid out flat, followed by raw buf
     SPEC      id, data                     a tensor spec (protocol.values.encode_spec)
     PLAN      id, data                     a plan (protocol.plans.encode_plan)
     PUT       id, spec, frame              a tensor from the buffer in that frame: every device keeps its part
-    FETCH     request, id, spec, positions the values held at these positions of the mesh; other workers of it confirm
+    FETCH     request, id, spec, positions, path   the values held at these positions of the mesh, in the reply or, with
+                                           a path, at their places in the client's shared memory (see MAP), where the
+                                           whole tensor lies in the spec's memory order; other workers of it confirm
     SEED      generator, seed              (re)start a generator
     STATE     generator, id, spec          the generator's state as a replicated uint8 tensor
     RESTORE   generator, id                set the generator to that state
     SYNC      request                      confirm that everything before is done
     COUNT     serial                       number of the next operator, for a worker that joins later
+    MAP       file, path                   the client's shared memory, a memfd that cannot shrink, as /proc/<pid>/fd/<n>
+    OPEN      request, file, path, size, mtime   a file of this many bytes, last changed then (ns); each worker answers
+                                           whether it has just that file and may read it
+    CLOSE     file                         forget a file or shared memory
+    LOAD      id, spec, file, offset, dtype, box, name   the part ``box`` of a tensor, which is there in row-major order;
+                                           the first part makes the tensor. Numbered as an operator is
 """
 
 from __future__ import annotations
 
-MESH, SPEC, PLAN, PUT, FETCH, SEED, STATE, RESTORE, SYNC, COUNT = range(10)
+MESH, SPEC, PLAN, PUT, FETCH, SEED, STATE, RESTORE, SYNC, COUNT, MAP, OPEN, CLOSE, LOAD = range(14)
 FIRST_PLAN = 32
 
 # Replies from a worker: a msgpack list [kind, ...] and raw buffers as further frames.
 #   VALUE   request, worker, positions, error or None   buffers: one a position
 #   META    request, [[shape, stride, dtype], ...]      what a dynamic operator returned
-#   DONE    request, worker                             answer to SYNC
+#   DONE    request, worker, error or None              answer to SYNC and OPEN; the error is a [type, text]
 #   ERROR   serial, operator, device, type, text, traceback, shapes
 VALUE, META, DONE, ERROR = "value", "meta", "done", "error"

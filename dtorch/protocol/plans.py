@@ -29,6 +29,7 @@ class WirePlan:
         slots: spec of each tensor slot as it arrives.
         numbers: how many changing scalars follow the input ids.
         moves, back: (slot, steps) before and after the call.
+        after: (result, steps) on results; rounds: (slot, step) of a ring's sends.
         results: tensor results in order; those with ``same`` take no new id.
         kernel: name of the worker kernel that replaces the operator.
         resize: (argument name, index of result) or ``None``.
@@ -48,6 +49,8 @@ class WirePlan:
     resize: tuple[str, int] | None
     dynamic: bool
     random: bool
+    after: tuple[tuple[int, tuple[Step, ...]], ...] = ()
+    rounds: tuple[tuple[tuple[int, Step], ...], ...] = ()
 
 
 def decode_plan(data: Any, specs: dict[int, TensorSpec], decode_value: Any) -> WirePlan:
@@ -57,11 +60,15 @@ def decode_plan(data: Any, specs: dict[int, TensorSpec], decode_value: Any) -> W
         ProtocolError: malformed data.
     """
 
+    def step(row: Any) -> Step:
+        kind, axis, src, dst = row
+        return Step(kind, axis, specs[src], specs[dst])
+
     def steps(rows: Any) -> tuple[tuple[int, tuple[Step, ...]], ...]:
-        return tuple((slot, tuple(Step(k, a, specs[s], specs[d]) for k, a, s, d in row)) for slot, row in rows)
+        return tuple((slot, tuple(map(step, row))) for slot, row in rows)
 
     try:
-        op, mesh, slots, numbers, args, kwargs, moves, back, results, kernel, resize, flags = data
+        op, mesh, slots, numbers, args, kwargs, moves, back, results, kernel, resize, flags, after, rounds = data
         return WirePlan(
             str(op),
             int(mesh),
@@ -76,6 +83,8 @@ def decode_plan(data: Any, specs: dict[int, TensorSpec], decode_value: Any) -> W
             None if resize is None else (str(resize[0]), int(resize[1])),
             bool(flags & 1),
             bool(flags & 2),
+            steps(after),
+            tuple(tuple((slot, step(row)) for slot, row in group) for group in rounds),
         )
     except (ValueError, TypeError, KeyError, AttributeError) as e:
         raise ProtocolError(f"malformed plan: {e}") from e

@@ -10,11 +10,13 @@ import msgpack
 import torch
 
 from dtorch.core.errors import ProtocolError
+from dtorch.core.memory import copy
 from dtorch.core.spec import MeshLayout, TensorSpec, dense_strides
 from dtorch.protocol import commands as C
 from dtorch.protocol.plans import WirePlan, decode_plan
-from dtorch.protocol.values import decode, decode_spec, dtype_name
+from dtorch.protocol.values import decode, decode_spec, dtype_from, dtype_name
 from dtorch.worker.collectives import Collectives
+from dtorch.worker.files import Files, SharedMemory, fresh, slices
 from dtorch.worker.generators import Generators
 from dtorch.worker.program import Poison, Program
 
@@ -30,16 +32,19 @@ class Executor:
         peers_dir: rendezvous directory for process groups, ``None`` when there are no other workers.
         index: this worker's number.
         physical: the torch device on which local tensors live.
+        file_roots: directories below which files may be read; by default those of the process's environment.
     """
 
     def __init__(
-        self, devices: Sequence[int], send: Send, peers_dir: str | None = None, index: int = 0, physical: str = "cpu"
-    ) -> None:
+        self, devices: Sequence[int], send: Send, peers_dir: str | None = None, index: int = 0, physical: str = "cpu",
+        file_roots: Sequence[str] | None = None,
+    ) -> None:  # fmt: skip
         self.devices, self.index = list(devices), index
         self._send = send
         self.device = torch.device(physical)
         self.collectives = Collectives(index, peers_dir, device=self.device)
         self.generators = Generators(self.device)
+        self.files = Files(file_roots)
         self.meshes: dict[int, MeshLayout] = {}
         self.positions: dict[int, list[int]] = {}
         self.specs: dict[int, TensorSpec] = {}
@@ -48,7 +53,7 @@ class Executor:
         self.serial = 0  # operators seen so far, the client's numbering
         self._handlers: list[Callable[[list[Any], int, Sequence[memoryview]], int]] = [
             self._mesh, self._spec, self._plan, self._put, self._fetch, self._seed, self._state,
-            self._restore, self._sync, self._count,
+            self._restore, self._sync, self._count, self._map, self._open, self._close, self._load,
         ]  # fmt: skip
 
     def run(self, frames: Sequence[bytes | memoryview]) -> None:
@@ -94,6 +99,7 @@ class Executor:
     def close(self) -> None:
         """Forget everything and leave the process groups."""
         self.store.clear()
+        self.files.close_all()
         self.collectives.close()
 
     # -- operators ---------------------------------------------------------------------------------------------
@@ -110,7 +116,7 @@ class Executor:
             for step in steps:
                 inputs[slot] = self._step(step, inputs[slot])
         if poison is not None:
-            self._bring_back(plan, inputs)  # peers do, and wait for this worker, although its values mean nothing
+            self._keep_up(program, inputs)
             program.poison(self.store, ids, first_out, poison)
             return
         if not plan.op:
@@ -118,10 +124,17 @@ class Executor:
             return
         generator = self.generators.get(numbers.pop()) if plan.random else None
         try:
-            results = program.run(inputs, numbers, generator)
+            results = program.run(inputs, numbers, generator, self._step)
         except Exception:
-            self._bring_back(plan, inputs)  # as above
+            if not plan.rounds:  # how far a ring came is unknown: its peers run into the timeout
+                self._keep_up(program, inputs)
             raise
+        for k, steps in plan.after:
+            local = [r[k] for r in results]
+            for step in steps:
+                local = self._step(step, local)
+            for r, moved in zip(results, local, strict=True):
+                r[k] = moved
         for slot, local in self._bring_back(plan, inputs):
             for mine, home in zip(self.store[ids[slot]], local, strict=True):
                 mine.copy_(home)
@@ -135,6 +148,20 @@ class Executor:
             if self.positions[plan.mesh][0] == 0:
                 found = [[list(t.shape), list(t.stride()), dtype_name(t.dtype)] for t in results[0]]
                 self._reply([C.META, request, found])
+
+    def _keep_up(self, program: Program, inputs: list[list[torch.Tensor]]) -> None:
+        """Take part in what peers do after the call, and wait for, although this worker's values mean nothing."""
+        plan = program.plan
+        for row in plan.rounds:
+            for slot, step in row:
+                inputs[slot] = self._step(step, inputs[slot])
+        for k, steps in plan.after:
+            made = program.made[k]
+            assert made is not None
+            local = [torch.zeros(made.local_shape(p), dtype=made.dtype, device=self.device) for p in program.here]
+            for step in steps:
+                local = self._step(step, local)
+        self._bring_back(plan, inputs)
 
     def _bring_back(self, plan: WirePlan, inputs: list[list[torch.Tensor]]) -> list[tuple[int, list[torch.Tensor]]]:
         """Written slots that were moved, in the placement they came from."""
@@ -170,15 +197,12 @@ class Executor:
         first_out = commands[i + len(plan.slots) + plan.numbers] if program.takes_id else 0
         cause = next((v for x in ids if isinstance(v := self.store.get(x), Poison)), None)
         if cause is None:
-            shapes = []
-            for x in ids:
+            inputs = []
+            for x, spec in zip(ids, plan.slots, strict=True):
                 v = self.store.get(x)
-                shapes.append([list(t.shape) for t in v] if isinstance(v, list) else [])
-            cause = Poison(serial, f"{type(e).__name__}: {e}")
-            text = "".join(traceback.format_exception(e))
-            device = f"{self.device.type}:{self._device_of(plan.mesh)}"
-            kind = "OutOfMemoryError" if no_memory(e) else type(e).__name__
-            self._reply([C.ERROR, serial, plan.op, device, kind, str(e), text, shapes])
+                here = f" (here {tuple(v[program.at].shape)})" if isinstance(v, list) and program.at < len(v) else ""
+                inputs.append(f"{spec}{here}")
+            cause = self._report(serial, plan.op, plan.mesh, e, inputs, program.at)
             # What refuses its arguments does so on every device, and leaves them as they are or, as torch does, partly
             # written; they stay usable. Want of memory may hit one device alone.
             if not no_memory(e):
@@ -187,9 +211,17 @@ class Executor:
         if plan.dynamic and self.positions[plan.mesh] and self.positions[plan.mesh][0] == 0:
             self._reply([C.META, commands[i + program.width - 2], None])
 
-    def _device_of(self, mesh: int) -> int:
-        layout = self.meshes[mesh]
-        return layout.devices[self.positions[mesh][0]] if self.positions[mesh] else -1
+    def _report(self, serial: int, op: str, mesh: int, e: Exception, inputs: list[str], at: int = 0) -> Poison:
+        """Tell the client what has failed on which of the devices here; returns what stands for the lost values."""
+        text = "".join(traceback.format_exception(e))
+        device = f"{self.device.type}:{self._device_of(mesh, at)}"
+        kind = "OutOfMemoryError" if no_memory(e) else type(e).__name__
+        self._reply([C.ERROR, serial, op, device, kind, str(e), text, inputs])
+        return Poison(serial, f"{type(e).__name__}: {e}")
+
+    def _device_of(self, mesh: int, at: int) -> int:
+        here = self.positions[mesh]
+        return self.meshes[mesh].devices[here[at]] if here else -1
 
     def _reply(self, header: list[Any], buffers: Sequence[memoryview] = ()) -> None:
         self._send([msgpack.packb(header), *buffers])
@@ -216,37 +248,35 @@ class Executor:
         tensor_id, spec = c[i], self.specs[c[i + 1]]
         positions = self.positions[spec.mesh.id]
         if positions:
-            full = torch.empty(spec.shape, dtype=spec.dtype)
+            full = torch.empty(spec.shape, dtype=spec.dtype, device="cpu")
             if full.numel():
                 flat = torch.frombuffer(bytearray(frames[c[i + 2]]), dtype=torch.uint8)
                 full = flat.view(spec.dtype).view(spec.shape)
-            local = []
-            for p in positions:
-                piece = full[tuple(slice(a, b) for a, b in spec.box(p))] if spec.shape else full
-                out = torch.empty_strided(
-                    piece.shape,
-                    dense_strides(piece.shape, spec.shape, spec.stride),
-                    dtype=spec.dtype,
-                    device=self.device,
-                )
-                local.append(out.copy_(piece))
-            self.store[tensor_id] = local
+            self.store[tensor_id] = [
+                fresh(spec.local_shape(p), spec, self.device).copy_(full[slices(spec.box(p))]) for p in positions
+            ]
         return i + 3
 
     def _fetch(self, c: list[Any], i: int, frames: Sequence[Any]) -> int:
-        request, tensor_id, spec_id, wanted = c[i : i + 4]
-        here = self.positions[self.specs[spec_id].mesh.id]
+        request, tensor_id, spec_id, wanted, path = c[i : i + 5]
+        spec = self.specs[spec_id]
+        here = self.positions[spec.mesh.id]
         if here:
             value = self.store.get(tensor_id)
             if isinstance(value, Poison) or value is None:
                 text = value.text if isinstance(value, Poison) else f"tensor {tensor_id} is unknown"
                 serial = value.serial if isinstance(value, Poison) else -1
                 self._reply([C.VALUE, request, self.index, [], [serial, text]])
+            elif path is not None:
+                whole = SharedMemory(path).tensor(0, spec.shape, dense_strides(spec.shape, spec.shape, spec.stride), spec.dtype)
+                for p in (p for p in here if p in wanted):
+                    copy(whole[slices(spec.box(p))], value[here.index(p)])
+                self._reply([C.VALUE, request, self.index, [], None])
             else:
                 sent = [p for p in here if p in wanted]
                 buffers = [as_bytes(value[here.index(p)]) for p in sent]
                 self._reply([C.VALUE, request, self.index, sent, None], buffers)
-        return i + 4
+        return i + 5
 
     def _seed(self, c: list[Any], i: int, frames: Sequence[Any]) -> int:
         self.generators.seed(c[i], c[i + 1])
@@ -269,12 +299,45 @@ class Executor:
     def _sync(self, c: list[Any], i: int, frames: Sequence[Any]) -> int:
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
-        self._reply([C.DONE, c[i], self.index])
+        self._reply([C.DONE, c[i], self.index, None])
         return i + 1
 
     def _count(self, c: list[Any], i: int, frames: Sequence[Any]) -> int:
         self.serial = c[i]
         return i + 1
+
+    def _map(self, c: list[Any], i: int, frames: Sequence[Any]) -> int:
+        self.files.map(c[i], c[i + 1])
+        return i + 2
+
+    def _open(self, c: list[Any], i: int, frames: Sequence[Any]) -> int:
+        request, number, path, size, mtime_ns = c[i : i + 5]
+        refusal = None
+        try:
+            self.files.open(number, path, size, mtime_ns)
+        except OSError as e:
+            refusal = [type(e).__name__, str(e)]
+        self._reply([C.DONE, request, self.index, refusal])
+        return i + 5
+
+    def _close(self, c: list[Any], i: int, frames: Sequence[Any]) -> int:
+        self.files.close(c[i])
+        return i + 1
+
+    def _load(self, c: list[Any], i: int, frames: Sequence[Any]) -> int:
+        tensor_id, spec_id, number, offset, dtype, part, name = c[i : i + 7]
+        serial, self.serial = self.serial, self.serial + 1
+        spec = self.specs[spec_id]
+        here = self.positions[spec.mesh.id]
+        value = self.store.get(tensor_id)
+        if here and not isinstance(value, Poison):
+            try:
+                if value is None:
+                    value = self.store[tensor_id] = [fresh(spec.local_shape(p), spec, self.device) for p in here]
+                self.files.load(number, offset, dtype_from(dtype), tuple(map(tuple, part)), spec, here, value)
+            except Exception as e:
+                self.store[tensor_id] = self._report(serial, f"loading {name}", spec.mesh.id, e, [])
+        return i + 7
 
 
 def no_memory(e: Exception) -> bool:

@@ -19,6 +19,9 @@ class Generators:
             g = self._made[number] = torch.Generator(self._device)
         return g
 
-    def seed(self, number: int, seed: int) -> None:
-        """Start the generator's sequence again from ``seed``."""
-        self.get(number).manual_seed(seed)
+    def seed(self, number: int, seed: int | None) -> None:
+        """Start the generator's sequence again from ``seed``; forget the generator when that is ``None``."""
+        if seed is None:
+            self._made.pop(number, None)
+        else:
+            self.get(number).manual_seed(seed)

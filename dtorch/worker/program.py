@@ -16,6 +16,7 @@ from dtorch.worker import kernels_index, kernels_nn, kernels_sequence  # noqa: F
 from dtorch.worker.codegen import compile_simple, function_of
 from dtorch.worker.kernels import KERNELS, STAND_INS, Context
 from dtorch.worker.random import draw
+from dtorch.worker.ring import RINGS, Exchange, Ring
 
 # The namespaces whose operators a client may run.
 ALLOWED_NAMESPACES = frozenset({"aten", "prims", "torchvision", "quantized", "torchao", "torch_nn", "dtorch"})
@@ -52,6 +53,7 @@ class Program:
         width: operands of the command after its code, plus one.
         takes_id: a first result id follows the scalars.
         absent: no device of this worker takes part.
+        at: which local device runs, or ran last.
         simple: the fast path ``(store, commands, index) -> next index``, or ``None``.
     """
 
@@ -63,14 +65,20 @@ class Program:
         self.width = 1 + len(plan.slots) + plan.numbers + self.takes_id + plan.dynamic
         meshes = {s.mesh.id for s in plan.slots} | {plan.mesh}
         meshes |= {step.dst.mesh.id for _, steps in plan.moves for step in steps}
+        made = {k: steps[0].src for k, steps in plan.after}
+        self.made = [made.get(k, r.spec) for k, r in enumerate(plan.results)]
+        self._positions = positions
         self.absent = not any(positions[m] for m in meshes)
         self.op = resolve(plan.op) if plan.op else None
         self.simple: Callable[[dict[int, Any], list[Any], int], int] | None = None
+        self.at = 0
         self._fixes: dict[int, list[tuple[int, ...] | None]] = {}
+        self._contexts: list[Context] = []
         self._targets: list[tuple[Callable[..., Any], list[Any], dict[str, Any]]] = []
         if self.op is not None and not self.absent:
             self._calls = [self._bind(p) for p in self.here]
-            if len(self.here) == 1 and not (plan.moves or plan.back or plan.dynamic or plan.random):
+            special = plan.moves or plan.back or plan.dynamic or plan.random or plan.after or plan.rounds
+            if len(self.here) == 1 and not special:
                 self.simple = self._make_simple()
 
     # -- binding arguments ---------------------------------------------------------------------------------------
@@ -78,7 +86,7 @@ class Program:
         """The call on one device: (tensors, numbers, generator) -> raw result."""
         plan, op = self.plan, self.op
         args, kwargs = list(plan.args), dict(plan.kwargs)
-        outputs = tuple(r.spec for r in plan.results if r.spec is not None)
+        outputs = tuple(s for s in self.made if s is not None)
         if plan.resize is not None:
             name, index = plan.resize
             spec = plan.results[index].spec
@@ -91,7 +99,13 @@ class Program:
                 kwargs[name] = shape
         target: Callable[..., Any] = op  # type: ignore[assignment]
         function = STAND_INS.get(plan.op)
-        if plan.kernel is not None and not plan.random:
+        if plan.rounds:
+            self._contexts.append(Context(op, position, self._wanted(), outputs))
+
+            def function(_: Context, *a: Any, **k: Any) -> Any:
+                return a, k  # the ring takes it from here
+
+        elif plan.kernel is not None and not plan.random:
             function = KERNELS.get(plan.kernel)
             if function is None:
                 raise ProtocolError(f"no worker kernel is called {plan.kernel!r}.")
@@ -139,15 +153,23 @@ class Program:
 
     # -- running ---------------------------------------------------------------------------------------------------
     def run(
-        self, inputs: Sequence[list[torch.Tensor]], numbers: list[Any], generator: torch.Generator | None
+        self,
+        inputs: Sequence[list[torch.Tensor]],
+        numbers: list[Any],
+        generator: torch.Generator | None,
+        exchange: Exchange,
     ) -> list[list[torch.Tensor]]:
-        """Results of every local device."""
+        """Results of every local device; ``exchange`` runs a redistribution step."""
         plan = self.plan
         if plan.random:
             assert generator is not None
             raws = draw(plan, self.op, self.here, self._wanted(), inputs, numbers, generator, self._calls)
         else:
-            raws = [call([x[k] for x in inputs], numbers, generator) for k, call in enumerate(self._calls)]
+            raws = []
+            for self.at, call in enumerate(self._calls):
+                raws.append(call([x[self.at] for x in inputs], numbers, generator))
+            if plan.rounds:
+                raws = RINGS[plan.kernel or ""](Ring(plan, self._contexts, self._positions, exchange), raws)
         return [self._finish(k, flatten(raw)) for k, raw in enumerate(raws)]
 
     def _make_simple(self) -> Callable[[dict[int, Any], list[Any], int], int]:
@@ -189,8 +211,7 @@ class Program:
             raise RuntimeError(f"{self.plan.op} gave {len(results)} tensors, {len(self.plan.results)} were predicted.")
         fixes: list[tuple[int, ...] | None] = []
         wanted = self._wanted()
-        for r, predicted in zip(results, self.plan.results, strict=True):
-            spec = predicted.spec
+        for r, predicted, spec in zip(results, self.plan.results, self.made, strict=True):
             assert spec is not None, "only dynamic plans lack specs"
             if predicted.same is not None and wanted[predicted.same].shape == spec.shape:
                 spec = wanted[predicted.same]  # the written argument as it was brought here; it goes back afterwards

@@ -28,7 +28,7 @@ def draw(
 ) -> list[Any]:
     """Raw results on each local device."""
     if all(s.is_replicated for s in wanted):
-        results = [r.spec for r in plan.results if r.spec is not None]
+        results = [r.spec for r in plan.results if r.spec is not None and r.same is None]
         if all(s.is_replicated for s in results):
             return _once(plan, here, inputs, numbers, generator, calls)
     name = op._schema.name.removeprefix("aten::")
@@ -57,7 +57,10 @@ def _once(
 
 
 class _default_generator:
-    """Operators without a generator argument draw from torch's default one: lend it the state, take it back."""
+    """Operators without a generator argument draw from torch's default one: lend it the state, take it back.
+
+    The default one's own state comes back afterwards: in inline mode it is the program's.
+    """
 
     def __init__(self, plan: WirePlan, generator: torch.Generator) -> None:
         self._generator = generator
@@ -68,11 +71,13 @@ class _default_generator:
 
     def __enter__(self) -> None:
         if self._default is not None:
+            self._before = self._default.get_state()
             self._default.set_state(self._generator.get_state())
 
     def __exit__(self, *exc: object) -> None:
         if self._default is not None:
             self._generator.set_state(self._default.get_state())
+            self._default.set_state(self._before)
 
 
 def _piece(full: torch.Tensor, spec: TensorSpec, position: int) -> torch.Tensor:

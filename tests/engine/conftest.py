@@ -9,8 +9,9 @@ import pytest
 
 import dtorch
 from dtorch.client import graph
+from dtorch.core.config import from_environment
+from tests.engine.helpers import OPTIONS
 
-OPTIONS = {"inline": {"mode": "inline"}, "local": {"mode": "local", "workers": 2, "threads": 1}}
 HERE = Path(__file__).parent
 _MANY_MESHES = 40  # of the 64 that a session can use
 
@@ -34,12 +35,13 @@ def mode(request: pytest.FixtureRequest) -> Iterator[str]:
     wanted: str = getattr(request, "param", "inline")
     start(wanted)
     yield wanted
-    dtorch.synchronize()  # a failure that no one has seen belongs to the test that caused it
+    if graph._running() is not None:
+        dtorch.synchronize()  # a failure that no one has seen belongs to the test that caused it
 
 
 def start(wanted: str) -> None:
     """Make the default session one of this mode."""
-    running = graph._running()
-    if running is not None and (running.config.mode != wanted or running.mesh_count > _MANY_MESHES):
+    running, config = graph._running(), from_environment(**OPTIONS[wanted])
+    if running is not None and (running.config != config or running.mesh_count > _MANY_MESHES):
         dtorch.shutdown()
     dtorch.init(**OPTIONS[wanted])

@@ -19,6 +19,11 @@ from dtorch import Partial, Replicate, Shard
 ROOT = Path(__file__).resolve().parents[2]
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
 
+# Options of a session, by mode: as many processes and threads on every machine.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "inline": {"mode": "inline"}, "local": {"mode": "local", "workers": 2, "threads": 1},
+}  # fmt: skip
+
 both_modes = pytest.mark.parametrize("mode", ["inline", "local"], indirect=True)
 local_mode = pytest.mark.parametrize("mode", ["local"], indirect=True)
 

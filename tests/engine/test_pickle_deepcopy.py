@@ -73,11 +73,30 @@ def test_a_file_is_read_by_plain_torch_and_the_other_way(tmp_path):
     torch.save(x, path)
     same(spread(torch.load(path)["w"], mesh(2), S0), x["w"], [S0])
     with mesh(2):
-        loaded = torch.load(path, map_location="dtorch")["w"]
-    same(loaded, x["w"], [R])
-    d = {"w": spread(x["w"], mesh(2), S0)}
-    torch.save(d, path)
-    assert torch.equal(torch.load(path, map_location="cpu")["w"].cpu(), x["w"])
+        same(torch.load(path, map_location="dtorch")["w"], x["w"], [R])
+    other = spread(torch.zeros(1), mesh(3))
+    for weights_only in (True, False):
+        loaded = torch.load(path, map_location=other.device, weights_only=weights_only)["w"]
+        same(loaded, x["w"], [R])
+        assert loaded.device_mesh == other.device_mesh
+    torch.save({"w": spread(x["w"], mesh(2), S0)}, path)
+    plain = torch.load(path, map_location="cpu")["w"]
+    assert type(plain) is torch.Tensor
+    assert torch.equal(plain, x["w"])
+    loaded = torch.load(path, map_location=other.device)["w"]
+    same(loaded, x["w"], [S0])
+    assert loaded.device_mesh == other.device_mesh
+
+
+def test_tensors_that_shared_memory_in_a_plain_file_share_it_on_a_mesh():
+    base = torch.arange(12.0).reshape(4, 3)
+    loaded = saved({"base": base, "row": base[1], "t": base.t(), "tied": base}, map_location="dtorch")
+    loaded["row"].fill_(-1)
+    base[1] = -1
+    for key in ("base", "tied"):
+        same(loaded[key], base)
+    same(loaded["t"], base.t())
+    assert loaded["t"].stride() == (1, 3)
 
 
 @both_modes
@@ -146,9 +165,10 @@ def test_numpy_and_safetensors(tmp_path):
     assert torch.equal(load_file(tmp_path / "x.safetensors")["w"], full(d))
     with mesh(2), torch.device("dtorch"):
         net, other = torch.nn.Linear(3, 4), torch.nn.Linear(3, 4)
-    net.twin = torch.nn.Linear(3, 4, device="meta")
-    net.twin.weight, net.twin.bias = net.weight, net.bias  # shared: written once
+    for m in (net, other):
+        m.twin = torch.nn.Linear(3, 4, device="meta")
+        m.twin.weight, m.twin.bias = m.weight, m.bias  # shared: written once
     save_model(net, str(tmp_path / "m.safetensors"))
-    del net.twin
+    assert len(load_file(tmp_path / "m.safetensors")) == 2
     load_model(other, str(tmp_path / "m.safetensors"))
     same(other.weight, full(net.weight))

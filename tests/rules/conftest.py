@@ -1,4 +1,4 @@
-"""Rules are tested in inline mode: workers run within the test's process. Values come from them, not from host copies."""
+"""Rules are tested in inline mode: workers run within the test's process. Values come from them, not host copies."""
 
 from __future__ import annotations
 

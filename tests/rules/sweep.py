@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -21,7 +21,7 @@ def spread(value: torch.Tensor, mesh: dtorch.DeviceMesh, placements: Sequence[An
     held = [dtorch.Replicate() if p.is_partial() else p for p in placements]
     out = dtorch.Tensor(value, device_mesh=mesh, placements=held)
     if not partial:
-        return out
+        return cast(torch.Tensor, out)
     sizes = [mesh.shape[axis] for axis in partial]
     count = torch.Size(sizes).numel()
     terms = (torch.arange(count) - (count - 1) / 2).reshape(sizes)
@@ -30,7 +30,7 @@ def spread(value: torch.Tensor, mesh: dtorch.DeviceMesh, placements: Sequence[An
     whole = out.redistribute(placements=list(placements))
     result = whole + noise
     assert list(result.placements) == list(placements), f"{result.placements} for {placements}"
-    return result
+    return cast(torch.Tensor, result)
 
 
 def options(value: torch.Tensor, partial: bool) -> list[Any]:
@@ -90,12 +90,18 @@ def compare(got: Sequence[Any], want: Sequence[Any], rounded: bool, what: str) -
             continue
         assert g.shape == w.shape, f"{what}: shape {tuple(g.shape)} for {tuple(w.shape)}"
         assert g.dtype == w.dtype, f"{what}: {g.dtype} for {w.dtype}"
-        value = g.to_torch().resolve_conj().resolve_neg()
-        w = w.resolve_conj().resolve_neg()
-        if rounded and (w.is_floating_point() or w.is_complex()):
-            torch.testing.assert_close(value, w, rtol=2e-4, atol=2e-4, equal_nan=True, msg=lambda m, what=what: f"{what}: {m}")
+        value, right = g.to_torch(), w.resolve_conj().resolve_neg()
+        if rounded and (right.is_floating_point() or right.is_complex()):
+            fault = f"{what}\n{value}\n{right}"
+            torch.testing.assert_close(value, right, rtol=2e-4, atol=2e-4, equal_nan=True, msg=fault)
         else:
-            assert torch.equal(value.nan_to_num(0.5), w.nan_to_num(0.5)), f"{what}: values differ\n{value}\n{w}"
+            same = torch.equal(value.nan_to_num(0.5), right.nan_to_num(0.5))
+            assert same, f"{what}: values differ\n{value}\n{right}"
+
+
+def value_of(x: torch.Tensor) -> torch.Tensor:
+    """The value of a distributed tensor as a plain one."""
+    return cast(torch.Tensor, cast(Any, x).to_torch())
 
 
 def placements_of(x: torch.Tensor) -> list[Any]:

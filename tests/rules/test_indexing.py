@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 import dtorch
 from dtorch import Partial, Replicate, Shard
-from tests.rules.sweep import placements_of, spread, sweep
+from tests.rules.sweep import placements_of, spread, sweep, value_of
 
 R = Replicate()
 
@@ -27,6 +27,16 @@ def _i(high: int, *shape: int) -> torch.Tensor:
 
 def _mask(*shape: int) -> torch.Tensor:
     return _x(*shape) > 0
+
+
+def _put(x: torch.Tensor, indices: list[torch.Tensor | None], v: torch.Tensor) -> torch.Tensor:
+    return cast(torch.Tensor, torch.ops.aten.index_put(x, indices, v))
+
+
+def _set(x: torch.Tensor, i: Any, v: Any) -> torch.Tensor:
+    y = x.clone()
+    y[i] = v
+    return y
 
 
 Case = tuple[str, Callable[..., Any], tuple[torch.Tensor, ...]]
@@ -60,20 +70,20 @@ READS: list[Case] = [
     ("masked_select", lambda x, m: x.masked_select(m), (_x(5, 3), _mask(3))),
     ("repeat_interleave", lambda x: x.repeat_interleave(3, 1), (_x(5, 3),)),
     ("repeat_interleave by tensor", lambda x, n: x.repeat_interleave(n, 0), (_x(5, 3), _i(4, 5))),
-    ("repeat_interleave of known length", lambda n: torch.repeat_interleave(n, output_size=6), (torch.tensor([1, 0, 3, 2]),)),
+    ("repeat_interleave to 6", lambda n: torch.repeat_interleave(n, output_size=6), (torch.tensor([1, 0, 3, 2]),)),
 ]
 
 WRITES: list[Case] = [
     ("index_put", lambda x, i, v: x.index_put((i,), v), (_x(5, 3), torch.tensor([4, 0, 2]), _x(3, 3))),
     ("one row for all", lambda x, i, v: x.index_put((i,), v), (_x(5, 3), torch.tensor([4, 0]), _x(3))),
     ("accumulate", lambda x, i, v: x.index_put((i,), v, accumulate=True), (_x(5, 3), _i(5, 7), _x(7, 3))),
-    ("second dimension", lambda x, i, v: torch.ops.aten.index_put(x, [None, i], v), (_x(5, 3), torch.tensor([2, 0]), _x(5, 2))),
-    ("gap", lambda x, i, j, v: torch.ops.aten.index_put(x, [i, None, j], v), (_x(3, 5, 7), torch.tensor([0, 2]), _i(7, 2), _x(2, 5))),
+    ("second dimension", lambda x, i, v: _put(x, [None, i], v), (_x(5, 3), torch.tensor([2, 0]), _x(5, 2))),
+    ("gap", lambda x, i, j, v: _put(x, [i, None, j], v), (_x(3, 5, 7), torch.tensor([0, 2]), _i(7, 2), _x(2, 5))),
     ("mask, one value", lambda x, m, v: x.index_put((m,), v), (_x(5, 3), _mask(5), torch.tensor(2.0))),
     ("mask of all, one value", lambda x, m, v: x.index_put((m,), v), (_x(5, 3), _mask(5, 3), torch.tensor([2.0]))),
-    ("mask after all", lambda x, m, v: torch.ops.aten.index_put(x, [None, m], v), (_x(3, 5, 3), _mask(5, 3), torch.tensor(1.0))),
+    ("mask after all", lambda x, m, v: _put(x, [None, m], v), (_x(3, 5, 3), _mask(5, 3), torch.tensor(1.0))),
     ("mask, rows", lambda x, m, v: x.index_put((m,), v), (_x(3, 5), torch.tensor([True, False, True]), _x(2, 5))),
-    ("setitem", lambda x, i, v: _set(x, i, v), (_x(5, 3), torch.tensor([3, 1]), _x(2, 3))),
+    ("setitem", _set, (_x(5, 3), torch.tensor([3, 1]), _x(2, 3))),
     ("setitem by mask", lambda x, m: _set(x, m, -1.0), (_x(5, 3), _mask(5, 3))),
     ("index_add", lambda x, i, v: x.index_add(0, i, v, alpha=2), (_x(5, 3), _i(5, 7), _x(7, 3))),
     ("index_add_", lambda x, i, v: x.clone().index_add_(1, i, v), (_x(5, 3), _i(3, 4), _x(5, 4))),
@@ -95,12 +105,6 @@ WRITES: list[Case] = [
 ]
 
 
-def _set(x: torch.Tensor, i: Any, v: Any) -> torch.Tensor:
-    y = x.clone()
-    y[i] = v
-    return y
-
-
 @pytest.mark.parametrize(("run", "values"), [c[1:] for c in READS], ids=[c[0] for c in READS])
 def test_reads(run: Callable[..., Any], values: tuple[torch.Tensor, ...]) -> None:
     sweep(run, *values)
@@ -117,7 +121,7 @@ GRADIENTS: list[Case] = [
     ("index_select", lambda x, i: x.index_select(1, i).square(), (_x(5, 3), _i(3, 4))),
     ("gather", lambda x, i: x.gather(1, i).square(), (_x(5, 3), _i(3, 5, 4))),
     ("scatter", lambda x, i: torch.zeros_like(x).scatter(1, i, x).square(), (_x(5, 3), _i(3, 5, 3))),
-    ("index_put", lambda x, i: torch.ones_like(x).index_put((i,), x[:2] * 3).square(), (_x(5, 3), torch.tensor([4, 1]))),
+    ("index_put", lambda x, i: torch.ones_like(x).index_put((i,), x[:2] * 3).square(), (_x(5, 3), _i(5, 2))),
     ("masked_scatter", lambda x, m: torch.ones_like(x).masked_scatter(m, x).square(), (_x(5, 3), _mask(5, 3))),
     ("take", lambda x, i: x.take(i).square(), (_x(5, 3), _i(15, 7))),
 ]
@@ -148,7 +152,8 @@ def test_cut_is_kept() -> None:
     assert placements_of(whole.index_select(1, cut_at % 3)) == [Shard(1)]
     assert placements_of(cut[0].gather(2, spread(_i(4, 5, 3, 2), mesh, [R]))) == [Shard(0)]
     assert placements_of(whole.gather(2, spread(_i(4, 5, 3, 2), mesh, [Shard(1)]))) == [Shard(1)]
-    assert placements_of(torch.zeros_like(cut[0]).scatter(1, spread(_i(3, 5, 3, 4), mesh, [Shard(0)]), 1.0)) == [Shard(0)]
+    rows = spread(_i(3, 5, 3, 4), mesh, [Shard(0)])
+    assert placements_of(torch.zeros_like(cut[0]).scatter(1, rows, 1.0)) == [Shard(0)]
     assert placements_of(cut[1].index_put((at,), spread(_x(7, 3, 4), mesh, [R]))) == [Shard(1)]
     assert placements_of(cut[1].index_add(0, at, spread(_x(7, 3, 4), mesh, [Shard(1)]))) == [Shard(1)]
     assert placements_of(_set(cut[1], spread(_mask(5, 3, 4), mesh, [Shard(1)]), 0.0)) == [Shard(1)]
@@ -163,4 +168,4 @@ def test_writes_in_place_keep_the_placements() -> None:
         before = placements_of(x)
         x.index_add_(0, spread(_i(5, 4), mesh, [Shard(0)]), spread(_x(4, 3), mesh, [Shard(1)]))
         assert placements_of(x) in (before, [R])
-        torch.testing.assert_close(x.to_torch(), _x(5, 3).index_add_(0, _i(5, 4), _x(4, 3)))
+        torch.testing.assert_close(value_of(x), _x(5, 3).index_add_(0, _i(5, 4), _x(4, 3)))

@@ -29,6 +29,11 @@ def _positive(*stack: int, n: int = 3) -> torch.Tensor:
     return a @ a.mT
 
 
+def _unpacked(a: torch.Tensor) -> Any:
+    lu, pivots = torch.linalg.lu_factor(a)
+    return torch.lu_unpack(lu, pivots, unpack_pivots=False)[1:]
+
+
 STACKS: dict[str, tuple[Function, tuple[torch.Tensor, ...]]] = {
     "inv": (torch.linalg.inv, (_square(5),)),
     "inv of one": (torch.linalg.inv, (_square(),)),
@@ -37,18 +42,18 @@ STACKS: dict[str, tuple[Function, tuple[torch.Tensor, ...]]] = {
     "slogdet": (torch.linalg.slogdet, (_square(3, 2),)),
     "eigh": (lambda a: torch.linalg.eigh(a)[0], (_positive(5),)),
     "eigvalsh": (torch.linalg.eigvalsh, (_positive(5),)),
-    "eig": (lambda a: torch.linalg.eigvals(a), (_square(3),)),
+    "eig": (torch.linalg.eigvals, (_square(3),)),
     "svdvals": (torch.linalg.svdvals, (_x(5, 4, 3),)),
     "svd": (lambda a: _rebuilt(torch.linalg.svd(a, full_matrices=False)), (_x(3, 4, 2),)),
-    "qr": (lambda a: torch.linalg.qr(a), (_x(5, 4, 3),)),
-    "geqrf": (lambda a: torch.geqrf(a), (_x(3, 4, 3),)),
+    "qr": (torch.linalg.qr, (_x(5, 4, 3),)),
+    "geqrf": (torch.geqrf, (_x(3, 4, 3),)),
     "cholesky": (torch.linalg.cholesky, (_positive(5),)),
     "old cholesky": (lambda a: torch.cholesky(a, upper=True), (_positive(3),)),
     "cholesky_inverse": (lambda a: torch.cholesky_inverse(torch.linalg.cholesky(a)), (_positive(3),)),
     "lu": (torch.linalg.lu, (_square(5),)),
     "lu_factor": (torch.linalg.lu_factor, (_square(3, 2),)),
-    "lu_unpack": (lambda a: torch.lu_unpack(*torch.linalg.lu_factor(a), unpack_pivots=False)[1:], (_square(5),)),
-    "ldl_factor": (lambda a: torch.linalg.ldl_factor(a), (_positive(5),)),
+    "lu_unpack": (_unpacked, (_square(5),)),
+    "ldl_factor": (torch.linalg.ldl_factor, (_positive(5),)),
     "matrix_exp": (torch.linalg.matrix_exp, (_x(5, 3, 3),)),
     "matrix_power": (lambda a: torch.linalg.matrix_power(a, 3), (_x(5, 3, 3),)),
     "householder_product": (lambda a: torch.linalg.householder_product(*torch.geqrf(a)), (_x(3, 4, 3),)),
@@ -87,12 +92,12 @@ SOLVES: dict[str, tuple[Function, tuple[torch.Tensor, ...]]] = {
 }
 
 OTHERS: dict[str, tuple[Function, tuple[torch.Tensor, ...]]] = {
-    "cross": (lambda a, b: torch.linalg.cross(a, b), (_x(5, 3), _x(1, 3))),
+    "cross": (torch.linalg.cross, (_x(5, 3), _x(1, 3))),
     "cross along 0": (lambda a, b: torch.linalg.cross(a, b, dim=0), (_x(3, 5, 1), _x(3, 1, 7))),
     "addbmm": (lambda c, a, b: torch.addbmm(c, a, b, beta=2), (_x(7), _x(3, 5, 2), _x(3, 2, 7))),
     "addbmm into a matrix": (torch.addbmm, (_x(5, 7), _x(3, 5, 2), _x(3, 2, 7))),
     "cdist": (lambda a, b: torch.cdist(a, b, p=1), (_x(5, 3), _x(7, 3))),
-    "cdist in stacks": (lambda a, b: torch.cdist(a, b), (_x(3, 5, 2), _x(1, 7, 2))),
+    "cdist in stacks": (torch.cdist, (_x(3, 5, 2), _x(1, 7, 2))),
     "dist": (torch.dist, (_x(5, 3), _x(3))),
     "kron": (torch.kron, (_x(5, 3), _x(2, 3))),
     "outer": (torch.outer, (_x(5), _x(7))),
@@ -103,7 +108,7 @@ OTHERS: dict[str, tuple[Function, tuple[torch.Tensor, ...]]] = {
     "vector_norm": (lambda x: torch.linalg.vector_norm(x, 3), (_x(5, 3),)),
     "largest": (lambda x: torch.linalg.vector_norm(x, float("inf"), 0), (_x(5, 3),)),
     "int_mm": (lambda a, b: torch._int_mm((a * 9).to(torch.int8), (b * 9).to(torch.int8)), (_x(17, 8), _x(8, 8))),
-    "addmm_activation": (lambda c, a, b: torch._addmm_activation(c, a, b), (_x(7), _x(5, 3), _x(3, 7))),
+    "addmm_activation": (torch._addmm_activation, (_x(7), _x(5, 3), _x(3, 7))),
     "grouped_mm": (
         lambda a, b, o: torch._grouped_mm(a.bfloat16(), b.bfloat16(), offs=o),
         (_x(5, 8), _x(3, 8, 16), torch.tensor([1, 3, 5], dtype=torch.int32)),
@@ -140,7 +145,8 @@ def test_stacks_and_columns_stay_cut() -> None:
     assert placements_of(torch.linalg.solve(whole, columns)) == [Shard(2)]
     assert placements_of(torch.linalg.solve_triangular(whole, columns, upper=True)) == [Shard(2)]
     assert placements_of(torch.cdist(columns, b.detach())) == [Replicate()]
-    assert placements_of(torch.cdist(spread(_x(5, 3), mesh, [Shard(0)]), spread(_x(7, 3), mesh, [Replicate()]))) == [Shard(0)]
+    near, far = spread(_x(5, 3), mesh, [Shard(0)]), spread(_x(7, 3), mesh, [Replicate()])
+    assert placements_of(torch.cdist(near, far)) == [Shard(0)]
 
 
 GRADIENTS: dict[str, Function] = {

@@ -10,7 +10,7 @@ import torch
 
 import dtorch
 from dtorch import Partial, Replicate, Shard
-from tests.rules.sweep import placements_of, spread, sweep
+from tests.rules.sweep import placements_of, spread, sweep, value_of
 
 Function = Callable[..., Any]
 aten = torch.ops.aten
@@ -84,15 +84,25 @@ def test_values(name: str) -> None:
     sweep(run, *values, exact=name not in INEXACT, partial=not discontinuous)
 
 
+STRIDED: tuple[Function, ...] = (
+    lambda t: torch.cat([t.t(), t.t()]),
+    lambda t: torch.stack([t, t], 1),
+    lambda t: t.t().tril(),
+    lambda t: t.t().cumsum(0),
+    lambda t: t.flip(0),
+    lambda t: t.new_empty_strided((4, 6), (1, 4)),
+    lambda t: t.t().new_zeros(6, 4),
+    lambda t: t[:, torch.tensor([1, 0])],
+    lambda t: t.t().index_select(0, torch.tensor([1])),
+    lambda t: t.as_strided((2, 2), (3, 2)),
+)
+
+
 def test_strides_are_torchs() -> None:
     mesh, x = dtorch.DeviceMesh("cpu", [0, 1]), _x(4, 6)
     for p in (Replicate(), Shard(0), Shard(1)):
         d = spread(x, mesh, [p])
-        for run in (
-            lambda t: torch.cat([t.t(), t.t()]), lambda t: t.t().tril(), lambda t: t.new_empty_strided((4, 6), (1, 4)),
-            lambda t: torch.stack([t, t], 1), lambda t: t.flip(0), lambda t: t.t().cumsum(0), lambda t: t.t().new_zeros(6, 4),
-            lambda t: t[:, torch.tensor([1, 0])], lambda t: t.t().index_select(0, torch.tensor([1])), lambda t: t.as_strided((2, 2), (3, 2)),
-        ):  # fmt: skip
+        for run in STRIDED:
             assert run(d).stride() == run(x).stride()
 
 
@@ -145,12 +155,12 @@ def test_writes_in_place() -> None:
                 target = spread(c, mesh, [p])
                 target.addmm_(spread(a, mesh, inner[:1]), spread(b, mesh, inner[1:]))
                 assert placements_of(target) == [p]
-                torch.testing.assert_close(target.to_torch(), torch.addmm(c, a, b))
+                torch.testing.assert_close(value_of(target), torch.addmm(c, a, b))
             target = spread(c, mesh, [p])
             target.copy_(spread(c + 1, mesh, [q]))
             target.mul_(spread(c, mesh, [Partial()]))
             assert placements_of(target) == [p]
-            torch.testing.assert_close(target.to_torch(), (c + 1) * c)
+            torch.testing.assert_close(value_of(target), (c + 1) * c)
 
 
 LISTS: dict[str, Function] = {
@@ -159,8 +169,8 @@ LISTS: dict[str, Function] = {
     "addcmul_": lambda xs: _written(xs, lambda ys: torch._foreach_addcmul_(ys, xs, xs, value=0.5)),
     "sqrt": lambda xs: torch._foreach_sqrt(torch._foreach_abs(xs)),
     "copy_": lambda xs: _written(xs, lambda ys: torch._foreach_copy_(ys, torch._foreach_neg(xs))),
-    "norm": lambda xs: torch._foreach_norm(xs),
-    "largest": lambda xs: torch._foreach_max(xs),
+    "norm": torch._foreach_norm,
+    "largest": torch._foreach_max,
     "by a tensor": lambda xs: torch._foreach_mul(xs, xs[0].sum()),
     "clip": lambda xs: torch.nn.utils.clip_grad_norm_([_with_gradient(x) for x in xs], 0.5),
 }

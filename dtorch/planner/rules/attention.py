@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -29,11 +30,12 @@ class _Sides:
         query, key, value = (call.spec(x) for x in ("query", "key", "value"))
         batch = tuple(shape[:-2])
         self.units: dict[Label, int] = {}
+        self._parts = _head_parts(query)
         self.batch = broadcast_labels(batch, batch)
         self.query: Labels = (*broadcast_labels(query.shape[:-2], batch), "row", None)
         self.result: Labels = (*self.batch, "row", values)
-        self.key: Labels = (*self._shared(query, key, batch), None, None)
-        self.value: Labels = (*self._shared(query, value, batch), None, values)
+        self.key: Labels = (*self._shared(query, key, batch), "column", None)
+        self.value: Labels = (*self._shared(query, value, batch), "column", values)
         self.mask: Labels = ()
         if "attn_mask" in call.slots:
             mask = call.spec("attn_mask").shape
@@ -43,15 +45,29 @@ class _Sides:
     def _shared(self, query: TensorSpec, kept: TensorSpec, batch: tuple[int, ...]) -> Labels:
         """Batch and head labels of key or value."""
         labels = broadcast_labels(kept.shape[:-2], batch)
-        heads = kept.shape[-3] if kept.ndim > 2 and query.ndim > 2 else 1
-        if heads in (1, query.shape[-3]) or heads % query.shards_of(query.ndim - 3):
+        if min(kept.ndim, query.ndim) < 3 or kept.shape[-3] in (1, query.shape[-3]) or kept.shape[-3] % self._parts:
             return labels
+        heads = kept.shape[-3]
         self.units[self.batch[-1]] = math.gcd(heads, self.units.get(self.batch[-1], 0))
         return (*labels[:-1], self.batch[-1])
+
+    def context(self, ring: str) -> dict[str, Any]:
+        """What the rule says of context parallelism, see ``planner.context``."""
+        four = len(self.query) == 4
+        return {"sequence": ("row", "column"), "heads": self.batch[-1] if four else None, "ring": ring if four else None}
 
     def inputs(self, call: Call) -> list[Labels]:
         """Labels of the tensors of a forward call."""
         return slots(call, query=self.query, key=self.key, value=self.value, attn_mask=self.mask)
+
+
+def _head_parts(query: TensorSpec) -> int:
+    """Into how many parts the heads will be cut: as they are, and by axes that exchange rows for heads."""
+    parts = query.shards_of(query.ndim - 3) if query.ndim > 2 else 1
+    for axis, p in enumerate(query.placements):
+        if query.mesh.kind(axis) == "ulysses_cp" and p.is_shard(query.ndim - 2):
+            parts *= query.mesh.shape[axis]
+    return parts
 
 
 @rule("aten.scaled_dot_product_attention")
@@ -61,7 +77,9 @@ def attention(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
         whole = replicated(call, outs)
         return Rule(whole.inputs, whole.outputs, kernel="random")
     side = _Sides(call, tuple(outs[0].shape), "value")
-    return Rule(side.inputs(call), [side.result], units=side.units, kernel="attention_piece")
+    return Rule(
+        side.inputs(call), [side.result], units=side.units, kernel="attention_piece", **side.context("ring_attention")
+    )
 
 
 @rule("aten._scaled_dot_product_flash_attention_for_cpu")
@@ -71,7 +89,9 @@ def flash_attention(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
         raise NoRule("flash attention with dropout")
     side = _Sides(call, tuple(outs[0].shape), None)
     outputs = [side.result, (*side.batch, "row")]
-    return Rule(side.inputs(call), outputs, units=side.units, kernel="attention_piece")
+    return Rule(
+        side.inputs(call), outputs, units=side.units, kernel="attention_piece", **side.context("ring_attention")
+    )
 
 
 @rule("aten._scaled_dot_product_flash_attention_for_cpu_backward")
@@ -83,7 +103,10 @@ def flash_attention_backward(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
         out=side.result, logsumexp=(*side.batch, "row"),
     )  # fmt: skip
     outputs = [side.query, side.key, side.value]
-    return Rule(inputs, outputs, reduce=sums(side.result), units=side.units, kernel="attention_backward_piece")
+    return Rule(
+        inputs, outputs, reduce=sums(side.result), units=side.units, kernel="attention_backward_piece",
+        **side.context("ring_attention_backward"),
+    )  # fmt: skip
 
 
 @rule("aten._transformer_encoder_layer_fwd", "aten._native_multi_head_attention")

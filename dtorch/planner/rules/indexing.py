@@ -15,7 +15,7 @@ from dtorch.planner.rules.pointwise import broadcast_labels
 _MASKS = (torch.bool, torch.uint8)
 
 
-# -- tensor[i, j, mask] --------------------------------------------------------------------------------------------------
+# -- tensor[i, j, mask] ------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class _Layout:
     """Labels of an advanced index.
@@ -124,7 +124,7 @@ def masked_index_put(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
     return Rule(inputs, [inputs[0]], linear=(frozenset({0, values}),))
 
 
-# -- one dimension, one index --------------------------------------------------------------------------------------------
+# -- one dimension, one index ------------------------------------------------------------------------------------------
 def _others(spec: TensorSpec, dim: int, shape: Sequence[int]) -> Labels:
     """Labels of all dimensions but ``dim`` that have the size they have in ``shape``; others are whole."""
     if spec.ndim != len(shape):
@@ -157,8 +157,8 @@ def index_write(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
     inputs += [_others(s, dim, shape) if i == source else (None,) * s.ndim for i, s in enumerate(call.specs) if i]
     if source is not None and inputs[source] != inputs[0]:
         return replicated(call, outs)
-    linear = (frozenset({0, source}),) if call.name in ("aten.index_add", "aten.index_copy") else ()
-    return Rule(inputs, [inputs[0]], linear=linear)
+    linear = call.name in ("aten.index_add", "aten.index_copy")
+    return Rule(inputs, [inputs[0]], linear=[frozenset({0, call.slots["source"]})] if linear else [])
 
 
 @rule("aten.gather")
@@ -185,7 +185,7 @@ def scatter(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
     labels = tuple(x[0] if len(set(x)) == 1 else None for x in zip(*common, strict=True))
     inputs = [labels if s.ndim else () for s in call.specs]
     additive = call.name == "aten.scatter_add" or (call.name == "aten.scatter" and call.get("reduce") is None)
-    return Rule(inputs, [labels], linear=(frozenset({0, source}),) if additive and source is not None else ())
+    return Rule(inputs, [labels], linear=[frozenset({0, source})] if additive and source is not None else [])
 
 
 @rule("aten.take")

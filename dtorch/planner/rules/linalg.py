@@ -71,8 +71,8 @@ def solve_ex(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
     core: Labels = (None,) if vector else _columns(bool(call["left"]))
     stack = outs[0].shape[: outs[0].ndim - len(core)]
     matrices = _stack(a.shape, stack, _WHOLE_MATRIX)
-    factors = [matrices[: o.ndim] if o.ndim < 2 else matrices[: a.ndim - 2] + (None,) * (o.ndim - a.ndim + 2) for o in outs[1:]]
-    # What does not depend on how the right-hand side is cut comes out the same everywhere.
+    factors = [matrices[:-2] + (None,) * n for n in (2, 1, 0)]  # LU, pivots, info
+    # They do not depend on the right-hand side: where only that is cut, they come out the same everywhere.
     return Rule(
         [matrices, _stack(b.shape, stack, core)], [_stack(stack, stack, ()) + core, *factors],
         whole=frozenset({1, 2, 3}),
@@ -85,8 +85,8 @@ def ormqr(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
     stack = outs[0].shape[:-2]
     core = _columns(bool(call["left"]))
     q, tau, other = call.specs
-    inputs = [_stack(q.shape, stack, _WHOLE_MATRIX), _stack(tau.shape, stack, (None,)), _stack(other.shape, stack, core)]
-    return Rule(inputs, [inputs[2]])
+    columns = _stack(other.shape, stack, core)
+    return Rule([_stack(q.shape, stack, _WHOLE_MATRIX), _stack(tau.shape, stack, (None,)), columns], [columns])
 
 
 @rule("aten.linalg_pinv.atol_rtol_tensor")
@@ -123,7 +123,7 @@ def cross(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
     return Rule([labels(s.shape) for s in call.specs], [labels(shape)])
 
 
-# -- products that matmul.py lacks -----------------------------------------------------------------------------------------
+# -- products that matmul.py lacks -------------------------------------------------------------------------------------
 @rule("aten.addbmm")
 def addbmm(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
     """beta * input + alpha * the sum of all products; on a cut sum only the first device adds the input."""
@@ -149,7 +149,7 @@ def int_mm(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
 
 @rule("aten._grouped_mm")
 def grouped_mm(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
-    """One product for each group; ``offs`` says where groups end in the dimension that lies in both lists, or in one."""
+    """One product for each group; ``offs`` says where groups end in the dimension that lacks one of its own."""
     a, b = call.spec("self"), call.spec("mat2")
     if "bias" in call.slots:
         return replicated(call, outs)
@@ -169,14 +169,14 @@ def grouped_mm(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
     return Rule([uncut(left), uncut(right), *offs], [out], reduce={"k": "sum"}, units=units)
 
 
-# -- distances -----------------------------------------------------------------------------------------------------------
+# -- distances ---------------------------------------------------------------------------------------------------------
 @rule("aten._cdist_forward", "aten._euclidean_dist")
 def cdist(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
     """Every vector of the first list against every one of the second."""
     a, b = call.specs
     stack = outs[0].shape[:-2]
     inputs = [_stack(a.shape, stack, ("p", None)), _stack(b.shape, stack, ("r", None))]
-    return Rule(inputs, [_stack(stack, stack, ()) + ("p", "r")])
+    return Rule(inputs, [(*_stack(stack, stack, ()), "p", "r")])
 
 
 @rule("aten._cdist_backward")
@@ -185,4 +185,4 @@ def cdist_backward(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
     stack = outs[0].shape[:-2]
     cores: dict[str, Labels] = {"grad": ("p", "r"), "x1": ("p", "m"), "x2": ("r", "m"), "cdist": ("p", "r")}
     inputs = [_stack(call.spec(name).shape, stack, core) for name, core in cores.items()]
-    return Rule(inputs, [_stack(stack, stack, ()) + ("p", "m")], reduce={"r": "sum"})
+    return Rule(inputs, [(*_stack(stack, stack, ()), "p", "m")], reduce={"r": "sum"})

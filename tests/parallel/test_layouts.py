@@ -1,0 +1,92 @@
+"""Whole models over every layout: the logits, the loss and the weights after training are plain torch's."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import dtorch
+
+AXES = ("dp", "pp", "tp", "ulysses_cp", "ring_cp")
+
+
+def factorisations(count: int, axes: int) -> Iterator[tuple[int, ...]]:
+    for sizes in itertools.product([n for n in range(1, count + 1) if count % n == 0], repeat=axes):
+        product = 1
+        for n in sizes:
+            product *= n
+        if product == count:
+            yield sizes
+
+
+def model(kind: str) -> torch.nn.Module:
+    import transformers
+
+    config, cls = {
+        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+        "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+    }[kind]
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"head_dim": 8} if kind == "qwen3" else {}
+    return cls(
+        config(
+            hidden_size=64, intermediate_size=96, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=8,
+            vocab_size=160, **options,
+        )
+    ).eval()  # fmt: skip
+
+
+IDS = torch.randint(3, 150, (8, 16), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("sizes", list(factorisations(8, 5)), ids=lambda s: "-".join(map(str, s)))
+def test_every_factorisation_of_eight_devices(kind: str, sizes: tuple[int, ...]) -> None:
+    plain = model(kind)
+    mesh = dtorch.init_device_mesh("cpu", sizes, mesh_dim_names=AXES)
+    with torch.no_grad():
+        want = plain(IDS, use_cache=False).logits
+        placed = dtorch.parallelize(copy.deepcopy(plain), mesh)
+        got = placed(IDS, use_cache=False).logits
+    torch.testing.assert_close(got.to_torch(), want, rtol=1e-4, atol=1e-4)
+
+
+def test_five_axes_of_two() -> None:
+    plain = model("llama")
+    mesh = dtorch.init_device_mesh("cpu", (2,) * 5, mesh_dim_names=AXES)
+    with torch.no_grad():
+        want = plain(IDS, use_cache=False).logits
+        got = dtorch.parallelize(copy.deepcopy(plain), mesh)(IDS, use_cache=False).logits
+    torch.testing.assert_close(got.to_torch(), want, rtol=1e-4, atol=1e-4)
+
+
+TRAINED = [
+    ({"dp": 2}, 0), ({"dp": 2}, 1), ({"dp": 2}, 2), ({"dp": 2}, 3), ({"tp": 2}, 0), ({"pp": 2}, 0), ({"ulysses_cp": 2}, 0),
+    ({"ring_cp": 2}, 0), ({"dp": 2, "tp": 2, "pp": 2}, 0), ({"dp": 2, "tp": 2}, 3), ({"dp": 2, "ring_cp": 2}, 3),
+    ({"pp": 2, "tp": 2, "ulysses_cp": 2}, 0), ({"dp_replicate": 2, "dp_shard": 2}, 3),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("layout", "zero"), TRAINED, ids=str)
+def test_training(layout: dict[str, int], zero: int) -> None:
+    plain = model("llama").train()
+    mesh = dtorch.init_device_mesh("cpu", tuple(layout.values()), mesh_dim_names=tuple(layout))
+    placed = dtorch.parallelize(copy.deepcopy(plain), mesh, zero=zero)
+    losses: list[list[float]] = []
+    for m in (plain, placed):
+        optimizer = torch.optim.AdamW(m.parameters(), lr=1e-3)
+        losses.append([])
+        for _ in range(5):
+            loss = m(IDS, labels=IDS, use_cache=False).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.item())
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-4, atol=1e-5)
+    for mine, theirs in zip(placed.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.to_torch(), theirs, rtol=1e-3, atol=2e-4)
