@@ -21,7 +21,12 @@ _CORE = {
     "TensorFuture": "dtorch.client.future",
     "parallelize": "dtorch.parallel", "describe": "dtorch.parallel", "assign_layers_to_stages": "dtorch.parallel",
 }  # fmt: skip
-_API = ["DTensor", "FallbackWarning", "Generator", "Graph", "Tensor", "arange", "distribute_tensor", "empty", "empty_like", "eye", "fallbacks", "full", "full_like", "init", "linspace", "ones", "ones_like", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "shutdown", "strict", "synchronize", "tensor", "workers", "zeros", "zeros_like", "explain"]
+_API = [
+    "DTensor", "FallbackWarning", "Generator", "Graph", "Tensor", "arange", "distribute_tensor", "empty",
+    "empty_like", "eye", "fallbacks", "full", "full_like", "init", "linspace", "ones", "ones_like", "rand",
+    "rand_like", "randint", "randint_like", "randn", "randn_like", "shutdown", "strict", "synchronize", "tensor",
+    "workers", "zeros", "zeros_like", "explain",
+]
 _PUBLIC = {**_CORE, **dict.fromkeys(_API, "dtorch.api")}
 
 __all__ = sorted([*_PUBLIC, "__version__"])  # noqa: PLE0605
@@ -43,7 +48,10 @@ def __getattr__(name: str) -> Any:
 
 
 _MISSING = object()
-_SUBPACKAGES = frozenset({"api", "cli", "client", "comm", "controller", "core", "launch", "models", "native", "parallel", "patches", "planner", "protocol", "worker"})
+_SUBPACKAGES = frozenset({
+    "api", "cli", "client", "comm", "controller", "core", "launch", "models", "native", "parallel", "patches",
+    "planner", "protocol", "worker",
+})
 
 
 def __dir__() -> list[str]:

@@ -48,7 +48,7 @@ def refresh(t: Any) -> None:
 
 
 def register_copies(
-    cls: type, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outs: list[Any], plan: Any
+    cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outs: list[Any], plan: Any
 ) -> None:
     """Remember how the results of a copying view call can be taken again and written back."""
     base = next(a for a in (*args, *kwargs.values()) if type(a) is cls)

@@ -15,8 +15,8 @@ from dtorch.client.saving import rebuild, restore
 from dtorch.client.session import MAX_MESHES
 from dtorch.client.specials import copy_, item
 from dtorch.client.tensor import DTensor
-from dtorch.core import torch_private
 from dtorch.core import mesh as mesh_module
+from dtorch.core import torch_private
 from dtorch.core.mesh import DeviceMesh, current_mesh
 
 _library: list[torch.library.Library] = []
@@ -163,7 +163,7 @@ def register() -> None:
     _attention(library)
     _keep_whole(library)
     _autocast(library)
-    torch.Generator = random.Generator  # type: ignore[misc, assignment]
+    torch.Generator = random.Generator
     torch.__future__.set_swap_module_params_on_conversion(True)
     torch_private.support_foreach(DTensor)
     torch_private.run_backward_on_calling_thread()
@@ -262,8 +262,16 @@ def _whole(func: Any) -> Any:
 
 
 # Autocast policy: the CPU's lists of torch 2.13 (aten/src/ATen/autocast_mode.h), so that results match torch's there.
-_AUTOCAST_LOW = ["conv1d", "conv2d", "conv3d", "bmm", "mm", "linalg_vecdot", "baddbmm", "addmm", "addbmm", "linear", "_convolution.deprecated", "matmul", "conv_tbc", "scaled_dot_product_attention", "conv_transpose1d", "conv_transpose2d.input", "conv_transpose3d.input", "prelu"]
-_AUTOCAST_FLOAT32 = ["mse_loss", "nll_loss", "nll_loss_nd", "cross_entropy_loss", "binary_cross_entropy", "grid_sampler", "polar", "cumprod", "prod", "quantile", "nanquantile", "stft", "cdist", "trace", "cholesky", "pinverse", "linalg_svd", "smooth_l1_loss", "huber_loss", "kl_div", "hinge_embedding_loss", "cosine_embedding_loss", "ctc_loss.IntList"]
+_AUTOCAST_LOW = [
+    "conv1d", "conv2d", "conv3d", "bmm", "mm", "linalg_vecdot", "baddbmm", "addmm", "addbmm", "linear",
+    "_convolution.deprecated", "matmul", "conv_tbc", "scaled_dot_product_attention", "conv_transpose1d",
+    "conv_transpose2d.input", "conv_transpose3d.input", "prelu",
+]
+_AUTOCAST_FLOAT32 = [
+    "mse_loss", "nll_loss", "nll_loss_nd", "cross_entropy_loss", "binary_cross_entropy", "grid_sampler", "polar",
+    "cumprod", "prod", "quantile", "nanquantile", "stft", "cdist", "trace", "cholesky", "pinverse", "linalg_svd",
+    "smooth_l1_loss", "huber_loss", "kl_div", "hinge_embedding_loss", "cosine_embedding_loss", "ctc_loss.IntList",
+]
 
 
 def _autocast(library: torch.library.Library) -> None:

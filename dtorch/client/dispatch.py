@@ -70,7 +70,7 @@ def info_of(func: Any) -> Info:
     return info
 
 
-def dispatch(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+def dispatch(cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
     """Run an operator at least one of whose tensors is distributed."""
     info = _INFO.get(func) or info_of(func)
     if info.special is not None:
@@ -79,7 +79,7 @@ def dispatch(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwarg
 
 
 def run(  # noqa: C901  (one loop, kept flat because every operator passes through it)
-    cls: type, func: Any, info: Info, args: tuple[Any, ...], kwargs: dict[str, Any] | None
+    cls: Any, func: Any, info: Info, args: tuple[Any, ...], kwargs: dict[str, Any] | None
 ) -> Any:
     """Find or make the plan of a call and run it."""
     key: list[Any] = [info, _default_dtype()]
@@ -247,7 +247,7 @@ _CONSTANTS = (torch.dtype, torch.memory_format, torch.layout)
 
 
 def make_ready(
-    cls: type,
+    cls: Any,
     session: Session,
     func: Any,
     info: Info,
@@ -260,7 +260,7 @@ def make_ready(
 
     def spec_of(value: Any) -> Any:
         if type(value) is cls:
-            return value._h.spec  # type: ignore[attr-defined]
+            return value._h.spec
         if isinstance(value, (list, tuple)):
             return [spec_of(v) for v in value]
         return value
@@ -309,7 +309,7 @@ def refuse_mixture(func: Any, tensors: list[Any]) -> None:
     )
 
 
-def tensors_of(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+def tensors_of(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """Distributed tensors among the arguments, in slot order."""
     found = []
     for a in (*args, *kwargs.values()):
@@ -321,7 +321,7 @@ def tensors_of(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
 
 
 def run_ready(
-    cls: type, session: Session, ready: Ready, func: Any, info: Info, args: tuple[Any, ...], kwargs: dict[str, Any],
+    cls: Any, session: Session, ready: Ready, func: Any, info: Info, args: tuple[Any, ...], kwargs: dict[str, Any],
     ids: list[Any],
 ) -> Any:  # fmt: skip
     """Run a plan with more to it than one new result: writes, several results, random numbers, waiting, host copies."""
@@ -371,7 +371,7 @@ def run_ready(
     return shape_like(plan.template, outs)
 
 
-def wrap_results(cls: type, session: Session, ready: Ready, slots: list[Any], first: int) -> list[Any]:
+def wrap_results(cls: Any, session: Session, ready: Ready, slots: list[Any], first: int) -> list[Any]:
     """Wrappers of the results: new ones, and the written arguments themselves."""
     plan = ready.plan
     outs: list[Any] = []
@@ -418,7 +418,7 @@ def wait_for_specs(session: Session, plan: Plan, request: Any) -> list[Any]:
     return [session.make_spec(plan.mesh, whole, shape, stride, dtype_from(d)) for shape, stride, d in request.meta]
 
 
-def replace_reduced(cls: type, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def replace_reduced(cls: Any, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Reduce Partial arguments in place of themselves, so that the next consumer finds them reduced.
 
     Returns:
@@ -441,7 +441,7 @@ def shape_like(template: Any, outs: list[Any]) -> Any:
     return None
 
 
-def run_plain(cls: type, func: Any, info: Info, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+def run_plain(cls: Any, func: Any, info: Info, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
     """Arguments that are not cacheable as they are: plain tensors join as replicated, numpy scalars become numbers."""
     kwargs = kwargs or {}
     mesh_of = next(iter(tensors_of(cls, args, kwargs)), None)
@@ -484,7 +484,7 @@ def run_plain(cls: type, func: Any, info: Info, args: tuple[Any, ...], kwargs: d
     return run(cls, func, info, new_args, new_kwargs)
 
 
-def run_on_client(cls: type, session: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_on_client(cls: Any, session: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Gather the tensors here, run the operator, place its tensor results replicated."""
     mesh = tensors_of(cls, args, kwargs)[0]._h.spec.mesh
 
@@ -504,7 +504,7 @@ def run_on_client(cls: type, session: Session, func: Any, args: tuple[Any, ...],
     return back(value)
 
 
-def other_device(cls: type, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Any:
+def other_device(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Any:
     """``new_zeros(..., device="cpu")`` and the like: the result is a plain tensor there; only metadata is needed."""
 
     def stand_in(value: Any) -> Any:
@@ -517,7 +517,7 @@ def other_device(cls: type, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
     return func(*map(stand_in, args), **{k: stand_in(v) for k, v in kwargs.items()})
 
 
-def other_mesh(cls: type, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Any:
+def other_mesh(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Any:
     """The same with a device of another mesh: the stand-in lives there, replicated."""
     base = tensors_of(cls, args, kwargs)[0]
     session: Session = base._h.session

@@ -9,8 +9,8 @@ from typing import Any
 from dtorch.client import graph
 from dtorch.client.sites import caller, describe
 from dtorch.core.spec import TensorSpec
-from dtorch.planner.plan import Plan
 from dtorch.core.steps import Step
+from dtorch.planner.plan import Plan
 from dtorch.planner.redistribute import step_bytes
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
@@ -54,8 +54,12 @@ class TensorFuture:
                     arrived.set_result(None)
 
             request = self._pending.request
-            request.callbacks.append(lambda: loop.call_soon_threadsafe(wake))
+            request.callbacks.append(lambda: _call_soon(loop, wake))
             if request.done:  # it came between the check and the registration
                 wake()
             yield from arrived.__await__()
         return self.get()
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, wake: Callable[[], None]) -> None:
+    loop.call_soon_threadsafe(wake)

@@ -10,10 +10,10 @@ import torch
 
 from dtorch.client.session import Session
 from dtorch.core.spec import TensorSpec
+from dtorch.core.steps import Step
 from dtorch.core.torch_private import make_wrapper_subclass
 from dtorch.planner.call import Call
 from dtorch.planner.plan import Plan, Result
-from dtorch.core.steps import Step
 from dtorch.protocol.values import DeviceSlot, GeneratorSlot, Number, Slot, encode
 
 
@@ -50,7 +50,7 @@ class Ready:
         self.view_slot = alias_slot
         # The first tensor argument stands at its slot's place in the arguments when it is slot 0.
         self.plain = bool(single and not (special or written or reads_partial) and alias_slot in (None, 0))
-        self.spec = plan.results[0].spec if plan.results else None
+        self.spec: Any = plan.results[0].spec if plan.results else None
         self.offset = plan.results[0].offset if plan.results else 0
         if self.spec is not None:
             self.shape, self.stride, self.dtype = torch.Size(self.spec.shape), self.spec.stride, self.spec.dtype

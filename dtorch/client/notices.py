@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 from dtorch.core.errors import ImplicitRedistributionError
-from dtorch.planner.plan import Plan
+from dtorch.planner.plan import Plan, legal_placements
 
 _counts: Counter[str] = Counter()
-_strict: list[bool] = []
+_strict = False
 
 
 class FallbackWarning(UserWarning):
@@ -36,19 +34,28 @@ def fallbacks() -> dict[str, int]:
     return dict(_counts)
 
 
-@contextlib.contextmanager
-def strict(enabled: bool = True) -> Iterator[None]:
-    """Within the block, an operator that would redistribute an input unasked raises ``ImplicitRedistributionError``."""
-    _strict.append(enabled)
-    try:
-        yield
-    finally:
-        _strict.pop()
+class strict:  # noqa: N801  (used as a function)
+    """From now on, or within a ``with`` block, hidden redistributions raise ``ImplicitRedistributionError``.
+
+    Args:
+        enabled: whether an operator that would redistribute an input unasked is refused.
+    """
+
+    def __init__(self, enabled: bool = True) -> None:
+        global _strict
+        self._before, _strict = _strict, enabled
+
+    def __enter__(self) -> None:
+        """The mode is on already."""
+
+    def __exit__(self, *exc: object) -> None:
+        global _strict
+        _strict = self._before
 
 
 def is_strict() -> bool:
-    """Whether a ``strict`` block is active."""
-    return bool(_strict) and _strict[-1]
+    """Whether hidden redistributions are refused."""
+    return _strict
 
 
 def refuse_hidden_moves(plan: Plan) -> None:
@@ -59,9 +66,13 @@ def refuse_hidden_moves(plan: Plan) -> None:
     """
     if not plan.moves:
         return
-    have = "; ".join(str(list(s.placements)) for s in plan.call.specs)
-    want = "; ".join(str(list(s.placements)) for s in plan.wanted)
+    have = ", ".join(str(list(s.placements)) for s in plan.call.specs)
+    rows = dict.fromkeys(
+        f"{', '.join(map(str, ins))} -> {', '.join(map(str, outs)) or 'nothing'}"
+        for ins, outs in legal_placements(plan.call, max(plan.mesh.shape))
+    )
+    axis = "on each mesh axis" if plan.mesh.ndim > 1 else "here"
     raise ImplicitRedistributionError(
-        f"strict: {plan.call.func} on inputs placed {have} would redistribute them. Legal without communication: {want}. "
+        f"strict: {plan.call.func} on inputs placed {have} would redistribute them. Legal {axis}: {'; or '.join(rows)}. "
         "Call redistribute() first, or leave strict mode."
     )

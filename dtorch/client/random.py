@@ -96,7 +96,7 @@ class Generator(TorchGenerator, metaclass=_AnyGenerator):
         where = torch.device(device)
         if where.type != "dtorch":
             return TorchGenerator(device)
-        made = TorchGenerator.__new__(cls, "cpu")
+        made: Any = TorchGenerator.__new__(cls, "cpu")  # type: ignore[call-arg]
         made._where = torch.device("dtorch", where.index or 0)
         made._stream = Stream(next(_numbers), torch.default_generator.initial_seed())
         _ours[made._cdata] = made
@@ -106,7 +106,7 @@ class Generator(TorchGenerator, metaclass=_AnyGenerator):
         pass
 
     @property
-    def device(self) -> torch.device:
+    def device(self) -> torch.device:  # type: ignore[override]
         """The dtorch device it was made for."""
         return self._where  # type: ignore[no-any-return, attr-defined]
 
@@ -207,10 +207,10 @@ def get_state(stream: Stream) -> torch.Tensor:
 def set_state(stream: Stream, state: torch.Tensor) -> None:
     """Continue from this state at the next draw."""
     stream.pending_state = state.detach().cpu().clone()
-    stream.seed, stream.home = None, None
+    stream.seed = stream.home = None
 
 
-def draw_on_host(cls: type, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], generator: Any) -> Any:
+def draw_on_host(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], generator: Any) -> Any:
     """A CPU generator with distributed tensors: the draw happens here, as on plain torch, and its result moves."""
     first: list[Any] = []
 

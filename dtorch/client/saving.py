@@ -93,6 +93,6 @@ def flat_tensor(storage: Any, dtype: torch.dtype) -> Any:
     flat = storage._flat.get(dtype)
     if flat is None:
         session, mesh = factories.resolve_mesh(storage.device)
-        plain = torch.empty(0, dtype=dtype).set_(storage._host)  # type: ignore[call-overload]
+        plain = torch.empty(0, dtype=dtype).set_(storage._host)
         flat = storage._flat[dtype] = put(session, plain, mesh)
     return flat

@@ -21,7 +21,7 @@ import torch
 from dtorch.client.errors import remote_error
 from dtorch.client.files import OpenFiles
 from dtorch.client.shared import Arena
-from dtorch.client.sites import Site, Sites, thread_of
+from dtorch.client.sites import Sites, thread_of
 from dtorch.core.config import SessionConfig
 from dtorch.core.errors import DtorchError, RemoteError, SessionClosedError, WorkerLostError
 from dtorch.core.mesh import DeviceMesh, axis_kinds
@@ -84,7 +84,7 @@ class Session:
         self.frames: list[bytes | memoryview] = []
         self.sites = Sites()
         self.ids: Callable[[], int] = itertools.count(1).__next__
-        self.plans: dict[Any, Ready] = {}
+        self.plans: dict[Any, Any] = {}
         self.closed: str | None = None
         self.workers: dict[int, WorkerUp] = {}
         self.observer: Any = None

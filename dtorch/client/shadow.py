@@ -19,7 +19,7 @@ _DEPTH = 16
 _WITHOUT = frozenset({"aten.empty_like", "aten.new_empty", "aten.new_empty_strided"})
 
 
-def follow(cls: type, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outs: list[Any], plan: Any) -> None:
+def follow(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outs: list[Any], plan: Any) -> None:
     """Run the operator on the host copies too; written arguments lose theirs when that is not possible."""
     specs = [o._h.spec for o in outs if type(o) is cls]
     depth = 1 + max((t._h.depth for t in (*args, *kwargs.values()) if type(t) is cls), default=0)
@@ -41,14 +41,14 @@ def follow(cls: type, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], 
         out._h.depth = depth
 
 
-def on_host(cls: type, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def on_host(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The operator on the host copies, or ``None`` when one is missing."""
     missing = False
 
     def convert(value: Any) -> Any:
         nonlocal missing
         if type(value) is cls:
-            shadow = live_shadow(value._h)  # type: ignore[attr-defined]
+            shadow = live_shadow(value._h)
             missing = missing or shadow is None
             return shadow
         if isinstance(value, (list, tuple)):
@@ -75,7 +75,7 @@ def forget(outs: list[Any], plan: Any) -> None:
             lose(out)
 
 
-def forget_written(cls: type, info: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def forget_written(cls: Any, info: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """The same for an operator that had an input without host copy."""
     arguments = func._schema.arguments
     for i in info.writes:

@@ -34,19 +34,19 @@ def special(*funcs: Any) -> Callable[[Any], Any]:
 
 # -- values --------------------------------------------------------------------------------------------------------
 @special(aten._local_scalar_dense.default, aten.item.default)
-def item(cls: type, func: Any, args: Args, kwargs: Kwargs) -> Any:
+def item(cls: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """One number, read from the host copy or from the workers."""
     return to_host(args[0]).item()
 
 
 @special(aten.is_nonzero.default)
-def is_nonzero(cls: type, func: Any, args: Args, kwargs: Kwargs) -> Any:
+def is_nonzero(cls: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """The truth of a tensor of one element."""
     return bool(to_host(args[0]))
 
 
 @special(aten.equal.default)
-def equal(cls: type, func: Any, args: Args, kwargs: Kwargs) -> Any:
+def equal(cls: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Shapes are compared here, values where they live."""
     a, b = args
     if a.shape != b.shape:
@@ -57,13 +57,13 @@ def equal(cls: type, func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 @special(aten.is_pinned.default)
-def is_pinned(cls: type, func: Any, args: Args, kwargs: Kwargs) -> Any:
+def is_pinned(cls: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Never: the memory is on other processes."""
     return False
 
 
 @special(aten.record_stream.default)
-def record_stream(cls: type, func: Any, args: Args, kwargs: Kwargs) -> Any:
+def record_stream(cls: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Nothing to do: workers keep the order."""
     return None
 
@@ -72,7 +72,7 @@ def record_stream(cls: type, func: Any, args: Args, kwargs: Kwargs) -> Any:
     aten._to_sparse.default, aten._to_sparse.sparse_dim, aten._to_sparse_csr.default, aten._to_sparse_csc.default,
     aten._to_sparse_bsr.default, aten._to_sparse_bsc.default,
 )  # fmt: skip
-def to_sparse(cls: type, func: Any, args: Args, kwargs: Kwargs) -> Any:
+def to_sparse(cls: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Distributed tensors are dense: what is made sparse is a plain tensor of the host."""
     with outside_of_dispatch(), torch.no_grad():
         return func(to_host(args[0]), *args[1:], **kwargs)
@@ -80,7 +80,7 @@ def to_sparse(cls: type, func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 # -- between devices -------------------------------------------------------------------------------------------------
 @special(aten._to_copy.default)
-def to_copy(cls: type, func: Any, args: Args, kwargs: Kwargs) -> Any:
+def to_copy(cls: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Cast here, bring to the host, or move to another mesh."""
     x = args[0]
     device = kwargs.get("device")
@@ -109,7 +109,7 @@ def to_mesh(x: Any, index: int) -> Any:
 
 
 @special(aten.copy_.default)
-def copy_(cls: type, func: Any, args: Args, kwargs: Kwargs) -> Any:
+def copy_(cls: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Between host and mesh, between meshes, or an ordinary operator on one mesh."""
     dst, src = args[0], args[1]
     if type(dst) is not cls:
@@ -146,13 +146,13 @@ def _take_over(dst: Any, fresh: Any) -> None:
 
 
 @special(aten.lift_fresh.default, aten.lift.default)
-def lift(cls: type, func: Any, args: Args, kwargs: Kwargs) -> Any:
+def lift(cls: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Already lifted."""
     return args[0]
 
 
 @special(aten._pin_memory.default)
-def pin_memory(cls: type, func: Any, args: Args, kwargs: Kwargs) -> Any:
+def pin_memory(cls: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Pinning a distributed tensor changes nothing."""
     return args[0]
 
@@ -172,7 +172,7 @@ def adopt(x: Any, fresh: Any) -> Any:
 
 
 @special(aten.as_strided.default)
-def as_strided(cls: type, func: Any, args: Args, kwargs: Kwargs) -> Any:
+def as_strided(cls: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Strides and offset speak of the memory that the tensor lives in: that of its base.
 
     Raises:
@@ -191,7 +191,7 @@ def as_strided(cls: type, func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _view_in_place(functional: Any) -> Any:
-    def handler(cls: type, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    def handler(cls: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
         x = args[0]
         with torch.inference_mode(x.is_inference()):
             fresh = dispatch.dispatch(cls, functional, (), args, kwargs)
@@ -215,7 +215,7 @@ for _inplace, _functional in (
 
 
 @special(aten.resize_.default)
-def resize_(cls: type, func: Any, args: Args, kwargs: Kwargs) -> Any:
+def resize_(cls: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Another size; elements that fit are kept in memory order, as torch keeps them."""
     x, size = args[0], tuple(args[1])
     if tuple(x.shape) == size:
@@ -234,13 +234,13 @@ def resize_(cls: type, func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 @special(aten.resize_as_.default)
-def resize_as_(cls: type, func: Any, args: Args, kwargs: Kwargs) -> Any:
+def resize_as_(cls: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """The size of another tensor."""
     return args[0].resize_(args[1].shape)
 
 
 @special(aten.set_.source_Tensor, aten.set_.source_Tensor_storage_offset)
-def set_(cls: type, func: Any, args: Args, kwargs: Kwargs) -> Any:
+def set_(cls: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Share the source's memory from now on."""
     x, source = args[0], args[1]
     if type(source) is not cls:
@@ -255,7 +255,7 @@ def set_(cls: type, func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 @special(aten.set_.source_Storage, aten.set_.source_Storage_storage_offset)
-def set_storage(cls: type, func: Any, args: Args, kwargs: Kwargs) -> Any:
+def set_storage(cls: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """What ``torch.load`` does to give a tensor the bytes that it has read."""
     x, storage = args[0], args[1]
     flat = flat_tensor(storage, x.dtype)
@@ -288,7 +288,7 @@ _FACTORY = frozenset({"dtype", "layout", "device", "pin_memory"})
 def _out_variant(functional: Any) -> Any:
     sums = functional._schema.name.removeprefix("aten::") in ("sum", "nansum", "prod", "mean", "cumsum", "cumprod")
 
-    def handler(cls: type, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    def handler(cls: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
         names = [a.name for a in func._schema.arguments]
         outs = {n: kwargs[n] for n in names if n in kwargs and _is_out(func, n)}
         plain = args[: len(names) - len(outs)]
@@ -332,7 +332,7 @@ def _is_out(func: Any, name: str) -> bool:
 
 
 @special(aten.native_batch_norm.default)
-def native_batch_norm(cls: type, func: Any, args: Args, kwargs: Kwargs) -> Any:
+def native_batch_norm(cls: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Its schema does not say that it writes the running statistics; those of its successors do."""
     names = [a.name for a in func._schema.arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -351,7 +351,7 @@ WHOLE = frozenset(
 )
 
 
-def _decompose(cls: type, func: Any, args: Args, kwargs: Kwargs) -> Any:
+def _decompose(cls: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
     return decompose(func, args, kwargs)
 
 

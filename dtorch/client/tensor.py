@@ -33,7 +33,7 @@ class DTensor(torch.Tensor):
     """
 
     _h: Handle
-    __torch_function__ = disabled_torch_function
+    __torch_function__ = disabled_torch_function  # type: ignore[assignment]
 
     @staticmethod
     def __new__(
@@ -73,7 +73,7 @@ class DTensor(torch.Tensor):
 
     def full_tensor(self) -> torch.Tensor:
         """The global value as a plain CPU tensor, differentiable."""
-        return _ToHost.apply(self) if self.requires_grad else self.to_torch()  # type: ignore[no-any-return, no-untyped-call]
+        return _ToHost.apply(self) if self.requires_grad else self.to_torch()
 
     def to_torch_async(self) -> TensorFuture:
         """The value as of now, without waiting for it."""
@@ -104,7 +104,7 @@ class DTensor(torch.Tensor):
         mesh = self.device_mesh
         named = None if device is None or isinstance(device, int) else torch.device(device)
         number = device if named is None else named.index
-        if named is not None and named.type != mesh.device_type or number is not None and number not in mesh.devices:
+        if (named is not None and named.type != mesh.device_type) or (number is not None and number not in mesh.devices):
             raise PlacementError(f"Device {str(device)!r} is not in {mesh}: its devices are {list(mesh.devices)}.")
         return 0 if number is None else mesh.devices.index(number)
 
@@ -124,7 +124,7 @@ class DTensor(torch.Tensor):
 
     def tolist(self) -> Any:
         """The value as nested lists."""
-        return self.to_torch().tolist()  # type: ignore[no-untyped-call]
+        return self.to_torch().tolist()
 
     # -- to other placements ---------------------------------------------------------------------------------------
     def redistribute(self, device_mesh: DeviceMesh | None = None, placements: Sequence[Any] | None = None) -> DTensor:
@@ -170,7 +170,7 @@ class DTensor(torch.Tensor):
                 chosen[mesh.axis(name)] = p
             except PlacementError as e:
                 faults.append(str(e))
-        names = mesh.mesh_dim_names or tuple(range(mesh.ndim))
+        names: Sequence[Any] = mesh.mesh_dim_names or range(mesh.ndim)
         missing = [names[a] for a in range(mesh.ndim) if a not in chosen]
         if missing and default_placement_mode == "raise_error":
             faults.append(f"No placement is given for mesh axes {missing} of {mesh}.")
@@ -191,7 +191,7 @@ class DTensor(torch.Tensor):
         _set_data(self, value)
         self._h = value._h
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return describe(self)
 
     __str__ = __repr__
@@ -215,7 +215,7 @@ class DTensor(torch.Tensor):
         )
         out.__dict__.update({k: v for k, v in self.__dict__.items() if k not in ("_h", "_is_param")})
         if self.grad is not None:
-            out.grad = self.grad.__deepcopy__(memo)  # type: ignore[operator]
+            out.grad = self.grad.__deepcopy__(memo)
         memo[id(self)] = out
         return out
 
@@ -226,7 +226,7 @@ class DTensor(torch.Tensor):
 
     def data_ptr(self) -> int:
         """A number that tells tensors with different memory apart; no address."""
-        return _address(self) + self.storage_offset() * self.element_size()
+        return _address(self) + int(self.storage_offset()) * self.element_size()
 
     def untyped_storage(self) -> Any:
         """Stands for the memory on the workers: tells shared tensors apart and knows its size."""
@@ -275,7 +275,7 @@ class StorageStandIn:
         if t.numel() == 0:
             return 0
         last = t.storage_offset() + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
-        return (last + 1) * t.element_size()
+        return int(last + 1) * t.element_size()
 
     size = nbytes
 
@@ -334,7 +334,9 @@ def distribute_tensor(
     """
     if isinstance(data, DTensor):
         out = data.redistribute(device_mesh, placements if placements is not None else None)
-        return out.requires_grad_(requires_grad) if requires_grad and out.is_leaf else out
+        if requires_grad and out.is_leaf:
+            out.requires_grad_()
+        return out
     plain = data if isinstance(data, torch.Tensor) else torch.tensor(data)
     session, mesh, where = placed(device_mesh, placements, plain.dim())
     if plain.requires_grad and torch.is_grad_enabled() and not requires_grad:
@@ -344,7 +346,7 @@ def distribute_tensor(
 
 class _Redistribute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, t: DTensor, mesh: Any, placements: tuple[Placement, ...]) -> Any:  # type: ignore[override]
+    def forward(ctx: Any, t: DTensor, mesh: Any, placements: tuple[Placement, ...]) -> Any:
         aliasing.refresh(t)
         h = t._h
         ctx.back = h.spec
@@ -354,7 +356,7 @@ class _Redistribute(torch.autograd.Function):
         return wrap.move(t, target)
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: DTensor) -> Any:
         # The gradient of a value that was to be reduced is the whole gradient on every device.
         spec = ctx.back
         placements = tuple(REPLICATE if p.is_partial() else p for p in spec.placements)
@@ -363,23 +365,23 @@ class _Redistribute(torch.autograd.Function):
 
 class _ToHost(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, t: DTensor) -> Any:  # type: ignore[override]
+    def forward(ctx: Any, t: DTensor) -> Any:
         ctx.back, ctx.session = t._h.spec, t._h.session
         return t.to_torch()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         return _from_host(grad, ctx.session, ctx.back)
 
 
 class _ToLocal(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, t: DTensor, position: int) -> Any:  # type: ignore[override]
+    def forward(ctx: Any, t: DTensor, position: int) -> Any:
         ctx.back, ctx.session, ctx.position = t._h.spec, t._h.session, position
         return wrap.piece(t, position)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         box, shape = ctx.back.box(ctx.position), ctx.back.shape
         around = [n for (a, b), size in zip(reversed(box), reversed(shape), strict=True) for n in (a, size - b)]
         return _from_host(torch.nn.functional.pad(grad, around), ctx.session, ctx.back), None
@@ -393,12 +395,12 @@ def _from_host(grad: torch.Tensor, session: Any, spec: Any) -> Any:
 
 class _FromHost(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, plain: torch.Tensor, session: Any, mesh: Any, where: Any) -> Any:  # type: ignore[override]
+    def forward(ctx: Any, plain: torch.Tensor, session: Any, mesh: Any, where: Any) -> Any:
         ctx.device = plain.device
         return wrap.put(session, plain, mesh, where)
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: DTensor) -> Any:
         return grad.full_tensor().to(ctx.device), None, None, None
 
 

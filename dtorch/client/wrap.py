@@ -34,7 +34,6 @@ class _Class:
 
 def wrap(session: Session, tensor_id: int, spec: TensorSpec, offset: int = 0) -> Any:
     """A wrapper for an existing id."""
-    spec = spec
     make = wrapper_maker(_Class.tensor, spec, torch.device("dtorch", spec.mesh.id))
     out: Any = make(storage_offset=offset or None)
     out._h = Handle(tensor_id, spec, session)
@@ -65,7 +64,7 @@ def host_bytes(t: torch.Tensor) -> bytes:
         return b""
     flat = t.detach().resolve_conj().resolve_neg().cpu().contiguous()
     flat = flat.as_strided((flat.numel(),), (1,))  # one element may have any stride, which view(dtype) refuses
-    return bytes(memoryview(flat.view(torch.uint8).numpy()))
+    return bytes(memoryview(flat.view(torch.uint8).numpy().data))
 
 
 def put(
@@ -278,7 +277,8 @@ def empty(session: Session, shape: Sequence[int], stride: Sequence[int], dtype: 
             {"dtype": {"d": dtype_name(dtype)}, "device": {"x": 0}}, [], [], [[session.spec_id(spec), None, False]],
             None, None, 0, [], [],
         ]  # fmt: skip
-        code = session.plans[("empty", spec)] = session.send_plan(data)
+        code = session.send_plan(data)
+        session.plans[("empty", spec)] = code
     session.sites.append(caller(sys._getframe(1)))
     session.buf.extend((code, new))
     session.emitted()

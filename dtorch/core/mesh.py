@@ -131,7 +131,7 @@ class DeviceMesh(_TorchDeviceMesh):
         """Number of devices, of the whole mesh or along one axis."""
         return self._grid.numel() if mesh_dim is None else self._grid.shape[self.axis(mesh_dim)]
 
-    def get_coordinate(self) -> list[int] | None:
+    def get_coordinate(self) -> tuple[int, ...] | None:
         """Always ``None``: the program runs outside of the devices and has no rank."""
         return None
 

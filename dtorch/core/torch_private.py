@@ -14,7 +14,7 @@ from torch.utils._device import DeviceContext, _device_constructors
 from torch.utils._mode_utils import no_dispatch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-make_wrapper_subclass = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
 disabled_torch_function = torch._C._disabled_torch_function_impl
 below_autograd = torch._C._AutoDispatchBelowAutograd
 OpOverload = torch._ops.OpOverload
@@ -32,6 +32,7 @@ def below_python_dispatch() -> Iterator[None]:
         yield
 
 
+_AUTOCAST: Any = getattr(torch._C.DispatchKey, "AutocastPrivateUse1")  # noqa: B009  (torch's stub lacks it)
 _KEYS_AT_IMPORT = (torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set())
 
 
@@ -41,7 +42,7 @@ def outside_of_dispatch() -> contextlib.AbstractContextManager[None]:
     There torch has switched off what lies above Python's part of dispatch: conjugate and negative views would count as
     what they view.
     """
-    return torch._C._ForceDispatchKeyGuard(*_KEYS_AT_IMPORT)  # type: ignore[return-value]
+    return torch._C._ForceDispatchKeyGuard(*_KEYS_AT_IMPORT)
 
 
 def set_metadata(tensor: torch.Tensor, fresh: torch.Tensor) -> None:
@@ -71,7 +72,7 @@ def overload_name(func: Any) -> str:
 @contextlib.contextmanager
 def without_autocast() -> Iterator[None]:
     """Within an autocast kernel of the device: redispatch below autocast."""
-    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)):
+    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_AUTOCAST)):
         yield
 
 

@@ -73,7 +73,7 @@ class ProcessLink:
         if isinstance(message, M.Ack):
             return Ack(message.seq)
         if isinstance(message, M.Reply):
-            return Reply(frames[1:])
+            return Reply([memoryview(f) for f in frames[1:]])
         if isinstance(message, M.WorkerUp):
             return WorkerUp(message.index, message.pid, message.host, message.devices)
         if isinstance(message, M.WorkerLost):

@@ -42,7 +42,7 @@ class Description:
         for r in self.rows:
             most = max(r.bytes_by_device.values(), default=0)
             dtype = str(r.dtype).removeprefix("torch.")
-            out.append(f"{r.name:{width}s}  {str(r.shape):18s} {dtype:9s} {most:16,d}  {r.placements}")
+            out.append(f"{r.name:{width}s}  {r.shape!s:18s} {dtype:9s} {most:16,d}  {r.placements}")
         out.append("bytes by device: " + ", ".join(f"{d}: {n:,}" for d, n in self.bytes_by_device.items()))
         return "\n".join(out)
 

@@ -32,7 +32,8 @@ def stage_of_layers(layers: Sequence[nn.Module], num_stages: int) -> list[int]:
     """
     assign_layers_to_stages(len(layers), num_stages)  # for its checks
     sizes = [sum(p.numel() * p.element_size() for p in layer.parameters()) or 1 for layer in layers]
-    total, done, stage, out = sum(sizes), 0, 0, []
+    total, done, stage = sum(sizes), 0, 0
+    out: list[int] = []
     for i, size in enumerate(sizes):
         left = len(sizes) - i
         # A layer opens the next stage when its middle lies beyond the stage's share, and every stage gets a layer.

@@ -31,7 +31,7 @@ def place(module: nn.Module, where: Where) -> nn.Module:
                 if id(old) not in done:
                     full = f"{prefix}.{name}" if prefix else name
                     done[id(old)] = (_placed(old, *where(full, old)), old)
-                store[name] = done[id(old)][0]  # type: ignore[assignment]
+                store[name] = done[id(old)][0]
     return module
 
 

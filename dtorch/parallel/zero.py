@@ -21,7 +21,7 @@ def shard_states(module: nn.Module, dp_axes: Sequence[int], stage: int) -> None:
     if not dp_axes:
         return
     for part in module.modules():
-        own = {n: p for n, p in part._parameters.items() if isinstance(p, DTensor)}
+        own: dict[str, Any] = {n: p for n, p in part._parameters.items() if isinstance(p, DTensor)}
         cut = {n: p for n, p in own.items() if _cut(part, n, p, dp_axes)}
         if cut:
             _gather_before_use(part, list(cut), dp_axes)
@@ -36,7 +36,9 @@ def _cut(part: nn.Module, name: str, p: DTensor, dp_axes: Sequence[int]) -> bool
     for axis in dp_axes:
         wanted[axis] = Shard(dim)
     with torch.no_grad():
-        moved = p.detach().redistribute(placements=wanted)
+        bare = p.detach()
+        assert isinstance(bare, DTensor)
+        moved = bare.redistribute(placements=wanted)
     p._h, moved._h = moved._h, p._h
     return True
 

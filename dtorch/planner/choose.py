@@ -131,12 +131,8 @@ def _candidates(
         if isinstance(p, Shard) and labels[p.dim] is not None:
             present.setdefault(labels[p.dim])
     for label in present:
-        shards = cut.get(label, 1) * parts
-        if label in rule.even and sizes[label] % shards:
-            continue
-        if label in rule.units and rule.units[label] % shards:
-            continue
-        found.extend(_cut_candidate(rule, label))
+        if _divides(rule, label, sizes, cut.get(label, 1) * parts):
+            found.extend(_cut_candidate(rule, label))
     for slots in rule.linear:
         # Only when all of them wait already: hiding a whole tensor behind a mask would delay the reduction for nothing.
         ops = {p.reduce_op if isinstance((p := current[slot]), Partial) else "" for slot in slots}
@@ -147,6 +143,24 @@ def _candidates(
             )
     found.append(([REPLICATE] * len(rule.inputs), [REPLICATE] * len(rule.outputs), None))
     return found
+
+
+def legal(rule: Rule, sizes: dict[Label, int], parts: int) -> list[tuple[list[Placement], list[Placement]]]:
+    """All placements of slots and results that a rule allows on one mesh axis of ``parts`` devices."""
+    found = [c for label in rule.labels if _divides(rule, label, sizes, parts) for c in _cut_candidate(rule, label)]
+    for slots in rule.linear:
+        term = Partial(rule.linear_ops[0])
+        ins: list[Placement] = [term if s in slots else REPLICATE for s in range(len(rule.inputs))]
+        found.append((ins, [term for _ in rule.outputs], None))
+    found.append(([REPLICATE] * len(rule.inputs), [REPLICATE] * len(rule.outputs), None))
+    return [(ins, outs) for ins, outs, _ in found]
+
+
+def _divides(rule: Rule, label: Label, sizes: dict[Label, int], shards: int) -> bool:
+    """Whether a label may be cut into so many pieces."""
+    if label in rule.even and sizes[label] % shards:
+        return False
+    return label not in rule.units or rule.units[label] % shards == 0
 
 
 def _cut_candidate(rule: Rule, label: Label) -> list[_Candidate]:

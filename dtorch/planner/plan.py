@@ -10,11 +10,11 @@ import torch
 
 from dtorch.core.placements import REPLICATE, Partial, Placement
 from dtorch.core.spec import MeshLayout, TensorSpec
+from dtorch.core.steps import Step
 from dtorch.planner.call import Call, draws, is_view
-from dtorch.planner.choose import Choice, choose
+from dtorch.planner.choose import Choice, choose, legal
 from dtorch.planner.context import rounds
 from dtorch.planner.meta import NoMeta, predict
-from dtorch.core.steps import Step
 from dtorch.planner.redistribute import plan_steps
 from dtorch.planner.rule import Label, NoRule, Rule, find_rule, replicated
 from dtorch.planner.rules import default_rule
@@ -108,23 +108,34 @@ def make_plan(call: Call, mesh: MeshLayout) -> Plan:
     _refuse_overlap(call, written)
     fallback = False
     random = draws(call)
-    if all(s.is_replicated for s in call.specs):
+    rule = None if all(s.is_replicated for s in call.specs) else _rule_of(call, outs)
+    if rule is None:
+        fallback = not all(s.is_replicated for s in call.specs)
         rule = replicated(call, outs)
         if random:
             rule = Rule(rule.inputs, rule.outputs, kernel="random")
-    else:
-        maker = find_rule(call) or default_rule(call, outs)
-        try:
-            rule = maker(call, outs) if maker else None
-        except NoRule:
-            rule = None
-        if rule is None:
-            rule, fallback = replicated(call, outs), True
-            if random:
-                rule = Rule(rule.inputs, rule.outputs, kernel="random")
     same = {i: slot for i, out in enumerate(outs) for slot, meta in enumerate(metas) if out is meta}
     choice = choose(rule, call.specs, mesh, _sizes(rule, call.specs, outs), written, same)
     return _assemble(call, mesh, rule, choice, outs, metas, template, written, random, fallback)
+
+
+def _rule_of(call: Call, outs: list[torch.Tensor]) -> Rule | None:
+    maker = find_rule(call) or default_rule(call, outs)
+    try:
+        return maker(call, outs) if maker else None
+    except NoRule:
+        return None
+
+
+def legal_placements(call: Call, parts: int) -> list[tuple[list[Placement], list[Placement]]]:
+    """Placements of inputs and results, on a mesh axis of ``parts`` devices, with which a call moves no data."""
+    outs: list[torch.Tensor] = []
+    try:
+        _template(predict(call)[0], outs)
+    except NoMeta:
+        return [([REPLICATE] * len(call.specs), [REPLICATE])]
+    rule = _rule_of(call, outs) or replicated(call, outs)
+    return legal(rule, _sizes(rule, call.specs, outs), parts)
 
 
 def _refuse_overlap(call: Call, written: frozenset[int]) -> None:
@@ -178,27 +189,23 @@ def _assemble(
         if slot in written:
             back.append((slot, plan_steps(target, spec)))
     moved = {slot for slot, _ in moves}
-    results, copies = [], False
+    results: list[Result] = []
+    copies = False
     for i, out in enumerate(outs):
         alias, same, offset = _alias(call, out, metas, written)
-        if same:
-            assert alias is not None
+        if same and alias is not None and tuple(out.shape) == call.specs[alias].shape:
             spec = call.specs[alias]
-            if tuple(out.shape) != spec.shape:
-                spec = None  # the operator resized its argument
-        else:
-            spec = None
-        if spec is None:
+        else:  # also where the operator resized its argument
             spec = TensorSpec(mesh, choice.outputs[i], tuple(out.shape), tuple(out.stride()), out.dtype)
         if alias is not None and not same and alias in moved:
             copies = True
         results.append(Result(spec, alias, offset, same))
     after = []
     for i, placements in enumerate(choice.made or ()):
-        spec = results[i].spec
-        if spec is not None and placements != spec.placements:
-            after.append((i, plan_steps(spec.replace(placements), spec)))
-    ring = ()
+        final = results[i].spec
+        if final is not None and placements != final.placements:
+            after.append((i, plan_steps(final.replace(placements), final)))
+    ring: tuple[tuple[tuple[int, Step], ...], ...] = ()
     if choice.ring is not None:
         slots = [call.slots[name] for name in ("key", "value")]
         ring = rounds(wanted, slots, choice.ring)

@@ -12,8 +12,7 @@ Several partial axes: the value is the reduction over the last partial axis firs
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from math import prod
 
@@ -22,7 +21,7 @@ import torch
 from dtorch.core.errors import PlacementError
 from dtorch.core.placements import REPLICATE, Partial, Placement, Replicate, Shard
 from dtorch.core.spec import MeshLayout, TensorSpec, box_shape, dense_strides
-from dtorch.core.steps import Step, intersect, memory_order, transfers
+from dtorch.core.steps import Step, intersect
 
 LATENCY_BYTES = 65536
 """A step's fixed cost, as the bytes each device could have sent in that time (100 us at 0.6 GB/s)."""

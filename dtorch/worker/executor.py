@@ -206,7 +206,7 @@ class Executor:
             # What refuses its arguments does so on every device, and leaves them as they are or, as torch does, partly
             # written; they stay usable. Want of memory may hit one device alone.
             if not no_memory(e):
-                ids = ()
+                ids = []
         program.poison(self.store, ids, first_out, cause)
         if plan.dynamic and self.positions[plan.mesh] and self.positions[plan.mesh][0] == 0:
             self._reply([C.META, commands[i + program.width - 2], None])
@@ -351,4 +351,4 @@ def as_bytes(t: torch.Tensor) -> memoryview:
         return memoryview(b"")
     flat = t.detach().resolve_conj().resolve_neg().cpu().contiguous()
     flat = flat.as_strided((flat.numel(),), (1,))  # one element may have any stride, which view(dtype) refuses
-    return memoryview(flat.view(torch.uint8).numpy())
+    return memoryview(flat.view(torch.uint8).numpy().data)

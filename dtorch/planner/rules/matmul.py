@@ -41,12 +41,13 @@ def dot(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
 @rule("aten.addmm", "aten.baddbmm", "aten.addmv", "aten.addr")
 def addmm(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
     """beta * input + alpha * product; on a cut inner dimension only the first device adds the input."""
-    inner: list[Labels] = {
+    forms: dict[str, list[Labels]] = {
         "aten.addmm": [("m", "k"), ("k", "n")],
         "aten.baddbmm": [("b", "m", "k"), ("b", "k", "n")],
         "aten.addmv": [("m", "k"), ("k",)],
         "aten.addr": [("m",), ("n",)],
-    }[call.name]
+    }
+    inner = forms[call.name]
     out = tuple(x for x in dict.fromkeys((*inner[0], *inner[1])) if x != "k")
     shape, target = call.first.shape, tuple(outs[0].shape)
     shift = len(target) - len(shape)

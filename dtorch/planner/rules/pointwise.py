@@ -14,7 +14,25 @@ from dtorch.planner.rule import Labels, NoRule, Rule, RuleFunction, replicated, 
 # Element by element without carrying torch's pointwise tag (2.13).
 _UNTAGGED = frozenset(
     f"aten.{n}"
-    for n in ["clone", "_to_copy", "detach", "alias", "copy", "fill", "zero", "lift_fresh", "lift", "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like", "masked_fill", "where", "native_dropout_backward", "threshold_backward", "gelu_backward", "silu_backward", "sigmoid_backward", "tanh_backward", "hardtanh_backward", "leaky_relu_backward", "elu_backward", "softplus_backward", "softshrink_backward", "hardshrink_backward", "hardsigmoid_backward", "hardswish_backward", "mish_backward", "logit_backward", "celu", "relu", "relu6", "view_as_real_copy", "nan_to_num", "isfinite", "isinf", "isnan", "isreal", "isposinf", "isneginf", "isclose", "real", "imag", "conj_physical", "_conj_physical", "resolve_conj", "resolve_neg", "_neg_view_copy", "contiguous", "is_pinned", "_fused_dropout", "bernoulli", "normal", "uniform", "random", "exponential", "cauchy", "geometric", "log_normal", "native_dropout", "dropout", "_conj", "_neg_view", "log_sigmoid_forward", "log_sigmoid_backward", "special_xlog1py", "special_zeta", "polygamma", "igamma", "igammac", "nextafter", "ldexp", "frexp", "heaviside", "hypot", "float_power", "fmod", "remainder", "gcd", "lcm", "logaddexp", "logaddexp2", "copysign", "xlogy", "lerp", "addcmul", "addcdiv", "clamp", "clip", "clamp_min", "clamp_max", "bitwise_left_shift", "bitwise_right_shift", "complex", "polar", "fake_quantize_per_tensor_affine", "prelu", "_prelu_kernel", "_prelu_kernel_backward", "rrelu_with_noise", "rrelu", "hardshrink", "softshrink", "threshold", "sgn", "sign", "angle", "view_as_complex_copy", "alias_copy", "floor_divide", "rsub", "hardswish"]
+    for n in [
+        "clone", "_to_copy", "detach", "alias", "copy", "fill", "zero", "lift_fresh", "lift", "zeros_like",
+        "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like", "masked_fill", "where",
+        "native_dropout_backward", "threshold_backward", "gelu_backward", "silu_backward", "sigmoid_backward",
+        "tanh_backward", "hardtanh_backward", "leaky_relu_backward", "elu_backward", "softplus_backward",
+        "softshrink_backward", "hardshrink_backward", "hardsigmoid_backward", "hardswish_backward",
+        "mish_backward", "logit_backward", "celu", "relu", "relu6", "view_as_real_copy", "nan_to_num", "isfinite",
+        "isinf", "isnan", "isreal", "isposinf", "isneginf", "isclose", "real", "imag", "conj_physical",
+        "_conj_physical", "resolve_conj", "resolve_neg", "_neg_view_copy", "contiguous", "is_pinned",
+        "_fused_dropout", "bernoulli", "normal", "uniform", "random", "exponential", "cauchy", "geometric",
+        "log_normal", "native_dropout", "dropout", "_conj", "_neg_view", "log_sigmoid_forward",
+        "log_sigmoid_backward", "special_xlog1py", "special_zeta", "polygamma", "igamma", "igammac", "nextafter",
+        "ldexp", "frexp", "heaviside", "hypot", "float_power", "fmod", "remainder", "gcd", "lcm", "logaddexp",
+        "logaddexp2", "copysign", "xlogy", "lerp", "addcmul", "addcdiv", "clamp", "clip", "clamp_min", "clamp_max",
+        "bitwise_left_shift", "bitwise_right_shift", "complex", "polar", "fake_quantize_per_tensor_affine",
+        "prelu", "_prelu_kernel", "_prelu_kernel_backward", "rrelu_with_noise", "rrelu", "hardshrink",
+        "softshrink", "threshold", "sgn", "sign", "angle", "view_as_complex_copy", "alias_copy", "floor_divide",
+        "rsub", "hardswish",
+    ]
 )  # fmt: skip
 
 # Linear in these slots together: sum(f(x_i)) == f(sum(x_i)).
