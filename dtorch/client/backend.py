@@ -163,12 +163,12 @@ def register() -> None:
     _attention(library)
     _keep_whole(library)
     _autocast(library)
-    torch.Generator = random.Generator
+    setattr(torch, "Generator", random.Generator)  # noqa: B010  (a class, to type checkers)
     torch.__future__.set_swap_module_params_on_conversion(True)
     torch_private.support_foreach(DTensor)
     torch_private.run_backward_on_calling_thread()
     torch.serialization.add_safe_globals([rebuild])
-    torch.serialization.register_package(1, lambda storage: None, restore)
+    torch.serialization.register_package(1, lambda storage: None, restore)  # type: ignore[arg-type]
 
 
 def _unreachable(*args: Any, **kwargs: Any) -> Any:

@@ -11,7 +11,7 @@ _BUILTIN: dict[str, type[Exception]] = {
     e.__name__: e
     for e in (
         IndexError, ValueError, TypeError, KeyError, NotImplementedError, OSError, FileNotFoundError, PermissionError,
-        torch.OutOfMemoryError, torch.linalg.LinAlgError,
+        torch.OutOfMemoryError, torch.linalg.LinAlgError,  # type: ignore[attr-defined]
     )
 }  # fmt: skip
 _KINDS: dict[str, type[RemoteError]] = {}

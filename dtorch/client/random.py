@@ -40,7 +40,8 @@ class Stream:
     """
 
     def __init__(self, number: int, seed: int) -> None:
-        self.number, self.seed = number, seed
+        self.number = number
+        self.seed: int | None = seed
         self.home: MeshLayout | None = None
         self.owner: Callable[[], Session | None] = _nobody
         self.pending_state: torch.Tensor | None = None
@@ -207,7 +208,8 @@ def get_state(stream: Stream) -> torch.Tensor:
 def set_state(stream: Stream, state: torch.Tensor) -> None:
     """Continue from this state at the next draw."""
     stream.pending_state = state.detach().cpu().clone()
-    stream.seed = stream.home = None
+    stream.seed = None
+    stream.home = None
 
 
 def draw_on_host(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], generator: Any) -> Any:

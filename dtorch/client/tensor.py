@@ -73,7 +73,7 @@ class DTensor(torch.Tensor):
 
     def full_tensor(self) -> torch.Tensor:
         """The global value as a plain CPU tensor, differentiable."""
-        return _ToHost.apply(self) if self.requires_grad else self.to_torch()
+        return _ToHost.apply(self) if self.requires_grad else self.to_torch()  # type: ignore[no-untyped-call]
 
     def to_torch_async(self) -> TensorFuture:
         """The value as of now, without waiting for it."""

@@ -176,7 +176,7 @@ def _stored(path: Any, real: str, name: str, entry: Any, start: int, size: int) 
 
 def _place(stored: Mapping[str, Stored], placements: Placements, ndim: int, path: Any) -> dict[str, tuple[Placement, ...]]:
     """Placements of every tensor; all faults at once."""
-    faults = []
+    faults: list[str] = []
     if isinstance(placements, Mapping):
         faults.extend(f"{path} has no tensor {name!r} to place." for name in placements if name not in stored)
     found: dict[str, tuple[Placement, ...]] = {}

@@ -120,7 +120,7 @@ def add_once(ctx: Context, *args: Any, **kwargs: Any) -> torch.Tensor:
     name = ctx.op._schema.name
     if name == "aten::linear":
         x, weight, bias = args
-        return torch.ops.aten.linear.default(x, weight, bias if ctx.is_first() else None)
+        return torch.ops.aten.linear.default(x, weight, bias if ctx.is_first() else None)  # type: ignore[no-any-return]
     if not ctx.is_first():
         kwargs = {**kwargs, "beta": 0}
     return ctx.op(*args, **kwargs)  # type: ignore[no-any-return]
