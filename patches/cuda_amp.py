@@ -44,7 +44,9 @@ def _replacements() -> Iterator[Replacement]:
     for name in _BY_DEVICE_TYPE:
         yield Replacement(torch, name, _of_device_type)
     yield Replacement(torch, "get_autocast_gpu_dtype", lambda _: lambda: torch.get_autocast_dtype("dtorch"))
-    yield Replacement(torch, "set_autocast_gpu_dtype", lambda _: lambda dtype: torch.set_autocast_dtype("dtorch", dtype))
+    yield Replacement(
+        torch, "set_autocast_gpu_dtype", lambda _: lambda dtype: torch.set_autocast_dtype("dtorch", dtype)
+    )
 
 
 CUDA_AMP = Patch(

@@ -45,8 +45,8 @@ def meant(device: Any) -> Any:
         return device
     if index not in (None, 0, -1):
         raise RuntimeError(
-            f"CUDA error: invalid device ordinal. There is no cuda:{index}: a program under `dtorch exec` has one device, "
-            "cuda:0, which is the whole mesh."
+            f"CUDA error: invalid device ordinal. There is no cuda:{index}: a program under `dtorch exec` has one "
+            "device, cuda:0, which is the whole mesh."
         )
     return torch.device("dtorch", 0)
 
@@ -57,14 +57,12 @@ def shown(device: torch.device) -> torch.device:
 
 
 def _taking_device(func: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with ``device`` by name, or at the few positions where it may stand."""
+    """A function that takes its device by name."""
 
     @functools.wraps(func)
     def call(*args: Any, **kwargs: Any) -> Any:
         if "device" in kwargs:
             kwargs["device"] = meant(kwargs["device"])
-        elif args and type(args[-1]) in (str, torch.device):
-            args = (*args[:-1], meant(args[-1]))
         return func(*args, **kwargs)
 
     script_as(call, func)
@@ -159,7 +157,7 @@ def _replacements() -> Iterator[Replacement]:
     yield Replacement(torch.accelerator, "current_accelerator", _current_accelerator)
 
 
-def _restore(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:
+def _restore(storage: Any, location: str) -> Any:
     """``torch.load`` asks here where to put what was saved from, or is to be mapped to, a CUDA device."""
     if not CUDA_DEVICES.applied or not location.startswith("cuda"):
         return None

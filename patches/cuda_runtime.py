@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
@@ -131,18 +132,25 @@ _NVTX: dict[str, Any] = {
 
 
 def _compile(model: Any = None, **options: Any) -> Any:
-    """``torch.compile``, also as a decorator with options: what it returns computes the same, here by running eagerly."""
-    return _compile_nothing if model is None else model
+    """``torch.compile``, also as a decorator with options: it promises the same results, which eager running gives."""
+    return _compile if model is None else model
 
 
-def _compile_nothing(model: Any) -> Any:
-    return model
+def _data_parallel(init: Callable[..., None]) -> Callable[..., None]:
+    """``torch.nn.DataParallel`` over one device calls the module, without the copies made in C++ for CUDA only."""
+
+    @functools.wraps(init)
+    def call(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        self.device_ids = []
+
+    return call
 
 
 def replace_all(owner: ModuleType | type, values: dict[str, Any]) -> Iterator[Replacement]:
     """A replacement by a fixed value for each name."""
     for name, value in values.items():
-        yield Replacement(owner, name, lambda _, value=value: value)
+        yield Replacement(owner, name, _always(value))
 
 
 def _replacements() -> Iterator[Replacement]:
@@ -155,6 +163,7 @@ def _replacements() -> Iterator[Replacement]:
     yield from replace_all(torch.backends.cudnn, {"is_acceptable": _always(False)})
     yield from replace_all(torch, {"compile": _compile})
     yield from replace_all(torch.nn.Module, {"compile": _always(None)})
+    yield Replacement(torch.nn.DataParallel, "__init__", _data_parallel)
 
 
 CUDA_RUNTIME = Patch(

@@ -19,7 +19,7 @@ def _synchronize() -> None:
 
 
 class Event:
-    """``torch.cuda.Event``. With ``enable_timing`` recording waits for the work issued so far, so that times are true."""
+    """``torch.cuda.Event``. With ``enable_timing``, recording waits for the work issued so far: times are true."""
 
     def __init__(
         self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
@@ -40,7 +40,9 @@ class Event:
             RuntimeError: one of the two has not been recorded, or was made without ``enable_timing=True``.
         """
         if self._at is None or end_event._at is None:
-            raise RuntimeError("Both events must be created with enable_timing=True and recorded before elapsed_time().")
+            raise RuntimeError(
+                "Both events must be created with enable_timing=True and recorded before elapsed_time()."
+            )
         return (end_event._at - self._at) * 1000
 
     def query(self) -> bool:

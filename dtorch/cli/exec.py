@@ -15,9 +15,13 @@ from dtorch.cli.mesh_option import MeshShape, parse_mesh
 
 def exec_(
     target: Annotated[str, typer.Argument(metavar="SCRIPT", help="File, or with -m module, to run.")],
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="What the script itself is given.")] = None,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="ARGS", help="What the script itself is given.")
+    ] = None,
     module: Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module, as in python -m.")] = False,
-    mesh: Annotated[str | None, typer.Option(help="Axes of the mesh that stands for the CUDA device, such as dp=2.")] = None,
+    mesh: Annotated[
+        str | None, typer.Option(help="Axes of the mesh that stands for the CUDA device, such as dp=2.")
+    ] = None,
     mode: Annotated[Mode | None, typer.Option(help="Workers in this process, or as child processes.")] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Keep dtorch's own lines in tracebacks.")] = False,
 ) -> None:

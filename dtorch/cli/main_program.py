@@ -24,41 +24,50 @@ def run_main_program(target: str, arguments: list[str], *, as_module: bool, keep
         SystemExit: the program's own; with 1 after an exception that it did not catch, which `sys.excepthook` has
             shown; with 130 after an interrupt.
     """
-    sys.modules["__main__"] = ModuleType("__main__")
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    vars(main).update(__annotations__={}, __builtins__=builtins)
     sys.argv = [target, *arguments]
     sys.excepthook = sys.__excepthook__  # the command line has one of its own
     if not sys.flags.safe_path:
         sys.path[0] = os.getcwd() if as_module else os.path.dirname(os.path.realpath(target))
     try:
-        if as_module:
-            runpy._run_module_as_main(target)  # type: ignore[attr-defined]  # what python -m itself calls
-        else:
-            _run_file(target)
-        _wait_for_work()
-    except SystemExit:
-        raise
+        ended = _run(target, as_module)
+        if ended is None or not ended.code:
+            _wait_for_work()
     except BaseException as error:
         _hide_frames(error, keep_frames, set())
         sys.excepthook(type(error), error, error.__traceback__)
         raise SystemExit(130 if isinstance(error, KeyboardInterrupt) else 1) from None
+    if ended is not None:
+        raise ended
+
+
+def _run(target: str, as_module: bool) -> SystemExit | None:
+    """Run the program; returns the exit that it asked for, if it did."""
+    try:
+        if as_module:
+            runpy._run_module_as_main(target)  # type: ignore[attr-defined]  # what python -m itself calls
+        else:
+            _run_file(target)
+    except SystemExit as error:
+        return error
+    return None
 
 
 def _run_file(path: str) -> None:
     main = vars(sys.modules["__main__"])
     full_path = os.path.join(os.getcwd(), path)
     loader = importlib.machinery.SourceFileLoader("__main__", full_path)
-    main.update(__file__=full_path, __loader__=loader, __cached__=None, __annotations__={}, __builtins__=builtins)
+    main.update(__file__=full_path, __loader__=loader, __cached__=None)
     exec(compile(loader.get_data(full_path), full_path, "exec", dont_inherit=True), main)  # noqa: S102
 
 
 def _wait_for_work() -> None:
     """What the program left running may still fail, and that would be an error of the program."""
-    import torch
-
     from dtorch.client.graph import sessions
 
-    if sessions():
-        torch.get_device_module("dtorch").synchronize()
+    for session in sessions():
+        session.synchronize()
 
 
 def _hide_frames(error: BaseException, keep_inner: bool, seen: set[int]) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections import Counter
 from typing import Any
 
+from dtorch.client.sites import caller, describe
 from dtorch.core.errors import ImplicitRedistributionError
 from dtorch.planner.plan import Plan, legal_placements
 
@@ -22,10 +24,12 @@ def note_fallback(func: Any) -> None:
     name = str(func)
     _counts[name] += 1
     if _counts[name] == 1:
-        warnings.warn(
+        file, _, line = describe(caller(sys._getframe(1))).rpartition(":")
+        warnings.warn_explicit(
             f"{name} has no placement rule for these inputs: they are gathered and it runs replicated on every device.",
             FallbackWarning,
-            stacklevel=4,
+            file,
+            int(line),
         )
 
 

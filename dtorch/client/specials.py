@@ -47,12 +47,10 @@ def is_nonzero(cls: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 @special(aten.equal.default)
 def equal(cls: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Shapes are compared here, values where they live."""
+    """Shapes are compared here, values where they live; as in torch, dtypes do not matter."""
     a, b = args
     if a.shape != b.shape:
         return False
-    if a.dtype != b.dtype:
-        raise RuntimeError(f"Expected object of data type {a.dtype} but got data type {b.dtype} for argument 'other'")
     return bool((a == b).all().item())
 
 

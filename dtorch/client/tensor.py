@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dtorch.client import aliasing, graph, norms, specials, wrap
+from dtorch.client import aliasing, graph, norms, specials, statistics, wrap
 from dtorch.client.dispatch import dispatch
 from dtorch.client.factories import placed
 from dtorch.client.future import TensorFuture
@@ -419,4 +419,5 @@ def describe(t: DTensor) -> str:
 
 __all__ = [
     "DTensor", "StorageStandIn", "describe", "distribute_tensor", "graph", "make_wrapper_subclass", "norms", "specials",
+    "statistics",
 ]  # fmt: skip

@@ -38,7 +38,7 @@ def cut_inputs(module: nn.Module, mesh: DeviceMesh, batch_axes: Sequence[int], s
     """Before every call of ``module``, cut its tensor arguments.
 
     Dimension 0 is the batch and dimension 1 the sequence, for arguments whose sizes there are those of the first
-    tensor argument. What an argument's own placements already cut stays as it is.
+    tensor argument. What an argument's own placements already cut stays as it is, and so does a batch of one.
     """
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -53,7 +53,7 @@ def cut_inputs(module: nn.Module, mesh: DeviceMesh, batch_axes: Sequence[int], s
             assert isinstance(t, DTensor)
             wanted: list[Placement] = list(t.placements)
             for axis in batch_axes:
-                if t.dim() > 0 and t.shape[0] == batch and wanted[axis].is_replicate():
+                if t.dim() > 0 and t.shape[0] == batch > 1 and wanted[axis].is_replicate():
                     wanted[axis] = Shard(0)
             for axis in sequence_axes:
                 if t.dim() > 1 and t.shape[1] == sequence and wanted[axis].is_replicate():

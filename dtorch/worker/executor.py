@@ -19,6 +19,7 @@ from dtorch.worker.collectives import Collectives
 from dtorch.worker.files import Files, SharedMemory, fresh, slices
 from dtorch.worker.generators import Generators
 from dtorch.worker.program import Poison, Program
+from dtorch.worker.streams import Streams, device_of
 
 Send = Callable[[list[bytes | memoryview]], None]
 
@@ -41,7 +42,8 @@ class Executor:
     ) -> None:  # fmt: skip
         self.devices, self.index = list(devices), index
         self._send = send
-        self.device = torch.device(physical)
+        self.device = device_of(physical, devices)
+        self.streams = Streams(self.device)
         self.collectives = Collectives(index, peers_dir, device=self.device)
         self.generators = Generators(self.device)
         self.files = Files(file_roots)
@@ -177,7 +179,7 @@ class Executor:
         """One redistribution step; workers that host a device of neither mesh take no part."""
         if not self.positions[step.src.mesh.id] and not self.positions[step.dst.mesh.id]:
             return []
-        return self.collectives.run(step, local)
+        return self.streams.communicate(lambda tensors: self.collectives.run(step, tensors), local)
 
     def _value(self, tensor_id: int, spec: TensorSpec, poison: Poison | None) -> list[torch.Tensor]:
         value = self.store.get(tensor_id)

@@ -77,6 +77,81 @@ def attention_backward_piece(ctx: Context, *args: Any, **kwargs: Any) -> Any:
     return query, keys.whole(key), keys.whole(value)
 
 
+# -- the fused operator on other devices --------------------------------------------------------------------------------
+# The client asks for the CPU's fused attention, which gives the same bits as torch there; other devices have none under
+# that name, so it is written out for them.
+def _scores(
+    query: torch.Tensor, key: torch.Tensor, is_causal: bool, mask: torch.Tensor | None, scale: float
+) -> torch.Tensor:
+    """Scaled and masked products of query and key in single precision; key has as many heads as query."""
+    scores = (query @ key.transpose(-2, -1)).float() * scale
+    if is_causal:
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril_()
+        scores = scores.masked_fill_(~seen, float("-inf"))
+    return scores if mask is None else scores + mask
+
+
+def _like_query(query: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    return kept.repeat_interleave(query.shape[1] // kept.shape[1], 1)
+
+
+def _weights(scores: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
+    """Softmax by the logarithm of each row's sum; a row that sees nothing weighs nothing."""
+    return torch.exp(scores - sums.unsqueeze(-1)).masked_fill(torch.isneginf(sums).unsqueeze(-1), 0)
+
+
+@stand_in("_scaled_dot_product_flash_attention_for_cpu.default")
+def written_attention(
+    ctx: Context, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout_p: float = 0.0,
+    is_causal: bool = False, *, attn_mask: torch.Tensor | None = None, scale: float | None = None,
+) -> Any:  # fmt: skip
+    """Output (samples, heads, rows, features) and logarithm of sums (samples, heads, rows)."""
+    if query.device.type == "cpu":
+        return ctx.op(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)
+    return write_out_attention(query, key, value, is_causal, attn_mask, scale)
+
+
+@stand_in("_scaled_dot_product_flash_attention_for_cpu_backward.default")
+def written_attention_backward(
+    ctx: Context, grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor,
+    sums: torch.Tensor, dropout_p: float, is_causal: bool, *, attn_mask: torch.Tensor | None = None,
+    scale: float | None = None,
+) -> Any:  # fmt: skip
+    """Gradients of query, key and value."""
+    if query.device.type == "cpu":
+        return ctx.op(grad, query, key, value, out, sums, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)
+    return write_out_attention_backward(grad, query, key, value, out, sums, is_causal, attn_mask, scale)
+
+
+def write_out_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, mask: torch.Tensor | None,
+    scale: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The fused operator in ordinary ones; key and value may have fewer heads, each for several of the query's."""
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = _scores(query, _like_query(query, key), is_causal, mask, scale)
+    sums = scores.logsumexp(-1)
+    return _weights(scores, sums).to(value.dtype) @ _like_query(query, value), sums
+
+
+def write_out_attention_backward(
+    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor,
+    sums: torch.Tensor, is_causal: bool, mask: torch.Tensor | None, scale: float | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Its derivative."""
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    keys, values = _like_query(query, key), _like_query(query, value)
+    weights = _weights(_scores(query, keys, is_causal, mask, scale), sums)
+    on_weights = (grad @ values.transpose(-2, -1)).float() - (grad.float() * out.float()).sum(-1, keepdim=True)
+    on_scores = (weights * on_weights * scale).to(query.dtype)
+
+    def shared(gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.unflatten(1, (key.shape[1], -1)).sum(2)
+
+    on_key = shared(on_scores.transpose(-2, -1) @ query)
+    return on_scores @ keys, on_key, shared(weights.to(grad.dtype).transpose(-2, -1) @ grad)
+
+
 # -- recurrent cells ---------------------------------------------------------------------------------------------------
 # torch chooses these operators for every device but the CPU, which has no kernel for them. The formulas are those of
 # its CUDA kernels (aten/src/ATen/native/cuda/RNN.cu), in the order in which its CPU code rounds.

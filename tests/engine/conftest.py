@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import dtorch
 from dtorch.client import graph
@@ -27,6 +28,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _is_local(item: pytest.Item) -> bool:
     return HERE in item.path.parents and getattr(item, "callspec", None) is not None and item.callspec.params.get("mode") == "local"  # type: ignore[attr-defined]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """torch sums in another order with several threads; workers have one here."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

@@ -59,8 +59,8 @@ def test_the_legal_ones_are_legal(pair):
         same(a.redistribute(placements=[S1]) + b, full(a) + full(b), [S1])
         close(b @ spread(torch.eye(4), mesh(2), S0), full(b))
         same(b.sort(0).values, full(b).sort(0).values, [S1])
-        out = (a * 2 + 1).relu().sum(1).view(3, 2).t()
-    same(out, (full(a) * 2 + 1).relu().sum(1).view(3, 2).t())
+        out = (a * 2 + 1).relu().sum(1).view(2, 3).t()
+    same(out, (full(a) * 2 + 1).relu().sum(1).view(2, 3).t(), [S1])
 
 
 def test_what_is_hidden(pair):

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 import dtorch
 from dtorch import Partial, Replicate, Shard
+from dtorch.worker.kernels_sequence import write_out_attention, write_out_attention_backward
 from tests.rules.sweep import placements_of, spread, sweep
 
 Function = Callable[..., Any]
@@ -89,6 +90,20 @@ def test_half_precision_and_dropout(dropout: float) -> None:
     for placement in (Replicate(), Shard(0), Shard(1), Shard(2), Shard(3)):
         for g, w in zip(run(spread(x, mesh, [placement])), want, strict=True):
             torch.testing.assert_close(g.to_torch(), w, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_written_out(causal: bool, masked: bool) -> None:
+    """What runs on devices without the CPU's fused kernel gives what that gives."""
+    q, k, v, grad = _x(2, 6, 5, 4), _x(2, 2, 7, 4), _x(2, 2, 7, 4), _x(2, 6, 5, 4)
+    mask = torch.zeros(5, 7).masked_fill(~_SEEN, float("-inf")) if masked and not causal else None
+    want = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=0.4)
+    got = write_out_attention(q, k, v, causal, mask, 0.4)
+    torch.testing.assert_close(got, tuple(want))
+    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+    want = backward(grad, q, k, v, *want, 0.0, causal, attn_mask=mask, scale=0.4)
+    torch.testing.assert_close(write_out_attention_backward(grad, q, k, v, *got, causal, mask, 0.4), tuple(want))
 
 
 @pytest.mark.parametrize("mask", [None, 0, 1])

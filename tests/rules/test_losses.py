@@ -150,3 +150,21 @@ def test_placements() -> None:
         assert placements_of(gradient) == rows
     classes = spread(_x(5, 4), mesh, [Shard(1)])
     assert placements_of(F.nll_loss(classes, spread(_classes(4, 5), mesh, [Replicate()]))) == total
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_stay_cut_along_the_vocabulary(dtype: torch.dtype) -> None:
+    """Of large logits only what each row sums to travels, up to the loss and back."""
+    mesh, target = dtorch.DeviceMesh("cpu", [0, 1, 2]), _classes(1001, 40, ignore=-100)
+    plain = _x(40, 1001).to(dtype).requires_grad_()
+    cut = spread(plain.detach(), mesh, [Shard(1)]).requires_grad_()
+    there = spread(target, mesh, [Replicate()])
+    tolerance = {"rtol": 1e-2, "atol": 1e-5} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-6}
+    for run in (F.cross_entropy, lambda x, t: F.softmax(x, 1).square().sum()):
+        want, got = run(plain, target), run(cut, there)
+        assert placements_of(got) == [Partial()]
+        (gradient,) = torch.autograd.grad(got, cut)
+        assert placements_of(gradient) == [Shard(1)]
+        torch.testing.assert_close(got.to_torch().detach(), want.detach(), **tolerance)
+        torch.testing.assert_close(gradient.to_torch(), *torch.autograd.grad(want, plain), **tolerance)
+    assert placements_of(F.log_softmax(cut, 1)) == placements_of(F.softmax(cut, 1)) == [Shard(1)]

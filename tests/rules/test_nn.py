@@ -176,6 +176,26 @@ def test_running_statistics_are_written() -> None:
     sweep(_running, _x(3, 5, 2), _x(5), _x(5), exact=False, **FEW)
 
 
+@pytest.mark.parametrize("affine", [False, True])
+def test_batch_norm_of_a_cut_batch(affine: bool) -> None:
+    """Training on a large batch: statistics are those of all samples, and the batch stays cut."""
+    mesh, images = dtorch.DeviceMesh("cpu", [0, 1, 2]), _x(7, 8, 20, 20)
+    weights = [_x(8), _x(8)] if affine else []
+
+    def run(x: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor, *w: torch.Tensor) -> list[torch.Tensor]:
+        mean, variance = mean.detach(), variance.detach()
+        out = F.batch_norm(x, mean, variance, *w, training=True, momentum=0.3)
+        return [out, mean, variance]
+
+    values = [images, torch.zeros(8), torch.ones(8), *weights]
+    given = [spread(v.clone(), mesh, [Shard(0) if v is images else Replicate()]) for v in values]
+    want, got = with_gradients(run)(*[v.clone() for v in values]), with_gradients(run)(*given)
+    assert placements_of(got[0]) == placements_of(got[3]) == [Shard(0)]
+    for g, w in zip(got, want, strict=True):
+        if w is not None:
+            torch.testing.assert_close(g.to_torch(), w, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("kind", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN])
 def test_recurrent_layers(kind: Any) -> None:
     torch.manual_seed(0)

@@ -8,6 +8,7 @@ import torch
 
 from dtorch.planner.call import Call
 from dtorch.planner.rule import Labels, NoRule, Rule, rule
+from dtorch.planner.rules.named import UNLESS_EMPTY
 from dtorch.planner.rules.pointwise import broadcast_labels
 
 _SUM = {"k": "sum"}
@@ -52,7 +53,9 @@ def addmm(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
     shape, target = call.first.shape, tuple(outs[0].shape)
     shift = len(target) - len(shape)
     bias = tuple(out[d + shift] if n == target[d + shift] else None for d, n in enumerate(shape))
-    return Rule([bias, *inner], [out], reduce=_SUM, kernels={"k": "add_once"})
+    # On a piece without rows torch's addmv gives back a broadcast input as it is.
+    kernel = UNLESS_EMPTY if call.name == "aten.addmv" else None
+    return Rule([bias, *inner], [out], reduce=_SUM, kernels={"k": "add_once"}, kernel=kernel)
 
 
 @rule("aten.linear")

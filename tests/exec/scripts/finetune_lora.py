@@ -1,5 +1,7 @@
 """Fine-tunes a classifier of sentences with LoRA adapters (PEFT), saves the adapters, and uses them merged."""
 
+# ruff: noqa: PLW2901  # the usual form moves a batch to the device under its own name
+
 import argparse
 
 import torch
@@ -26,8 +28,15 @@ class Sentences(torch.utils.data.Dataset):
 def build_model():
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, num_labels=2, pad_token_id=0,
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        num_labels=2,
+        pad_token_id=0,
     )
     return AutoModelForSequenceClassification.from_config(config)
 
@@ -54,7 +63,9 @@ def main():
 
     model = get_peft_model(
         build_model(),
-        LoraConfig(task_type=TaskType.SEQ_CLS, r=4, lora_alpha=8, lora_dropout=0.0, target_modules=["q_proj", "v_proj"]),
+        LoraConfig(
+            task_type=TaskType.SEQ_CLS, r=4, lora_alpha=8, lora_dropout=0.0, target_modules=["q_proj", "v_proj"]
+        ),
     )
     model.print_trainable_parameters()
     model.cuda()

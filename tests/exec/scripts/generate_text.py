@@ -29,8 +29,15 @@ def main():
     torch.manual_seed(args.seed)
     tokenizer = byte_tokenizer()
     config = GPT2Config(
-        vocab_size=len(tokenizer), n_embd=64, n_layer=2, n_head=4, n_positions=128, initializer_range=0.4,
-        bos_token_id=0, eos_token_id=0, pad_token_id=0,
+        vocab_size=len(tokenizer),
+        n_embd=64,
+        n_layer=2,
+        n_head=4,
+        n_positions=128,
+        initializer_range=0.4,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=0,
     )
     model = AutoModelForCausalLM.from_config(config).eval().to("cuda")
     inputs = tokenizer(prompts, return_tensors="pt", padding=True).to("cuda")

@@ -1,5 +1,7 @@
 """Trains a small convolutional network on pictures of digits (drawn here, so that nothing is downloaded)."""
 
+# ruff: noqa: PLW2901  # the usual form moves a batch to the device under its own name
+
 import argparse
 
 import torch
@@ -29,7 +31,7 @@ def digits(count, seed):
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(10, (count,), generator=generator)
     images = torch.randn(count, 1, 28, 28, generator=generator) * 0.3
-    for image, label in zip(images, labels.tolist()):
+    for image, label in zip(images, labels.tolist(), strict=True):
         image[0, 2 * label + 4] += 1
         image[0, :, 2 * label + 4] += 1
     return TensorDataset(images, labels)
@@ -58,7 +60,8 @@ def test(model, device, loader):
         data, target = data.to(device), target.to(device)
         output = model(data)
         loss += F.nll_loss(output, target, reduction="sum").item()
-        correct += output.argmax(dim=1, keepdim=True).eq(target.view_as(output.argmax(dim=1, keepdim=True))).sum().item()
+        prediction = output.argmax(dim=1, keepdim=True)
+        correct += prediction.eq(target.view_as(prediction)).sum().item()
     count = len(loader.dataset)
     print(f"test loss {loss / count:.8f} accuracy {correct}/{count}")
 
