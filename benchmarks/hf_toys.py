@@ -19,8 +19,7 @@ BATCH, TEXT, FRAMES, SAMPLES = 2, 12, 64, 4000
 IMAGE_TOKEN, VIDEO_TOKEN, AUDIO_TOKEN = 5, 6, 7
 MOST_PARAMETERS = 50_000_000
 _LAYERS = dict.fromkeys(
-    "num_hidden_layers num_layers num_decoder_layers encoder_layers decoder_layers n_layers depth num_attention_layers "
-    "encoder_num_hidden_layers decoder_num_hidden_layers num_encoder_layers adaptor_num_hidden_layers".split(), 2
+    ["num_hidden_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers", "n_layers", "depth", "num_attention_layers", "encoder_num_hidden_layers", "decoder_num_hidden_layers", "num_encoder_layers", "adaptor_num_hidden_layers"], 2
 )  # fmt: skip
 _IDS = {
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1, "image_token_id": IMAGE_TOKEN,
@@ -29,13 +28,10 @@ _IDS = {
 }  # fmt: skip
 _SIZES = {
     **dict.fromkeys(
-        "hidden_size d_model n_embd dim embed_dim embedding_size projection_dim emb_dim encoder_hidden_size hidden_dim "
-        "qformer_hidden_size projector_hidden_size output_channels mask_decoder_hidden_size out_hidden_size "
-        "decoder_hidden_size fpn_hidden_size decoder_output_dim image_text_hidden_size cross_attention_hidden_size".split(), 64),
-    **dict.fromkeys("intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim d_ff mlp_dim d_inner".split(), 128),
+        ["hidden_size", "d_model", "n_embd", "dim", "embed_dim", "embedding_size", "projection_dim", "emb_dim", "encoder_hidden_size", "hidden_dim", "qformer_hidden_size", "projector_hidden_size", "output_channels", "mask_decoder_hidden_size", "out_hidden_size", "decoder_hidden_size", "fpn_hidden_size", "decoder_output_dim", "image_text_hidden_size", "cross_attention_hidden_size"], 64),
+    **dict.fromkeys(["intermediate_size", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff", "mlp_dim", "d_inner"], 128),
     **dict.fromkeys(
-        "num_attention_heads num_heads n_heads n_head encoder_attention_heads decoder_attention_heads num_experts "
-        "num_local_experts n_routed_experts".split(), 4),
+        ["num_attention_heads", "num_heads", "n_heads", "n_head", "encoder_attention_heads", "decoder_attention_heads", "num_experts", "num_local_experts", "n_routed_experts"], 4),
     "num_key_value_heads": 2, "head_dim": 16, "d_kv": 16, "d_head": 16, "moe_intermediate_size": 32,
     "num_experts_per_tok": 2, "vocab_size": 320, "max_position_embeddings": 128, "image_size": 32, "patch_size": 8,
     "num_mel_bins": 16, "max_source_positions": 32, "max_target_positions": 64,

@@ -152,8 +152,9 @@ randint_like = _like(torch.randint_like)
 Generator = random.Generator
 
 __all__ = [
-    "DTensor", "Explanation", "FallbackWarning", "Generator", "Graph", "SessionConfig", "Tensor", "arange", "distribute_tensor", "empty",
-    "empty_like", "explain", "eye", "fallbacks", "full", "full_like", "init", "linspace", "ones", "ones_like", "rand", "rand_like",
+    "DTensor", "Explanation", "FallbackWarning", "Generator", "Graph", "SessionConfig", "Tensor", "arange",
+    "distribute_tensor", "empty", "empty_like", "explain", "eye", "fallbacks", "full", "full_like", "init", "linspace",
+    "ones", "ones_like", "rand", "rand_like",
     "randint", "randint_like", "randn", "randn_like", "shutdown", "strict", "synchronize", "tensor", "workers", "zeros",
     "zeros_like",
 ]  # fmt: skip

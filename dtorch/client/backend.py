@@ -43,6 +43,7 @@ class DeviceModule:
     """``torch.dtorch``: what torch and its users ask of a device type."""
 
     device = _OneDevice
+    _initialized = True  # torch.utils.checkpoint looks at it before it saves the generators' states
 
     def is_available(self) -> bool:
         """Always: workers are started on first use."""

@@ -59,7 +59,7 @@ class Info:
 # The result's shape, dtype or placements depend on these operators' numbers.
 _SHAPED_BY_NUMBERS = frozenset({"arange", "range", "linspace", "logspace", "histc"})
 _INFO: dict[Any, Info] = {}
-find_special: Callable[[Any], Special | None] = lambda func: SPECIAL.get(func)  # noqa: E731  (set by specials)
+find_special: Callable[[Any], Special | None] = SPECIAL.get  # replaced by specials
 
 
 def info_of(func: Any) -> Info:
@@ -148,7 +148,7 @@ def run(  # noqa: C901  (one loop, kept flat because every operator passes throu
             add(torch.device)
         else:
             return run_plain(cls, func, info, args, kwargs)
-        i += 1
+        i += 1  # noqa: SIM113  (enumerate costs a tuple each)
     if kwargs:
         for name, a in kwargs.items():
             t = type(a)

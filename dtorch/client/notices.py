@@ -38,7 +38,7 @@ def fallbacks() -> dict[str, int]:
     return dict(_counts)
 
 
-class strict:  # noqa: N801  (used as a function)
+class strict:
     """From now on, or within a ``with`` block, hidden redistributions raise ``ImplicitRedistributionError``.
 
     Args:

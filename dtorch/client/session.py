@@ -32,7 +32,7 @@ from dtorch.protocol.link import Ack, Link, Reply, WorkerLost, WorkerUp
 from dtorch.protocol.values import encode_spec
 
 if TYPE_CHECKING:
-    from dtorch.client.lower import Ready
+    pass
 
 # A batch leaves when the stream holds this many values (about 64 operators), or after _LINGER_S.
 _BATCH_VALUES = 320
@@ -114,7 +114,7 @@ class Session:
         self._timer: threading.Thread | None = None
         os.register_at_fork(after_in_child=self._forked)
 
-    # -- meshes and specs --------------------------------------------------------------------------------------
+    # -- meshes and specs -------------------------------------------------------------------------------------------
     def layout(self, mesh: DeviceMesh) -> MeshLayout:
         """The mesh's layout in this session; tells the workers of it on first use.
 
@@ -242,7 +242,7 @@ class Session:
             self._definitions.extend(command)
             self.buf.extend(command)
 
-    # -- the stream --------------------------------------------------------------------------------------------
+    # -- the stream -------------------------------------------------------------------------------------------------
     def emitted(self) -> None:
         """To be called after commands were appended: sends when enough has gathered.
 
@@ -392,7 +392,7 @@ class Session:
             cause.site, cause.remote_type, cause.remote_traceback,
         )  # fmt: skip
 
-    # -- waiting -----------------------------------------------------------------------------------------------
+    # -- waiting ----------------------------------------------------------------------------------------------------
     def request(self, expected: int) -> tuple[int, Request]:
         """A new request that ``expected`` workers will answer."""
         if threading.get_ident() != self._thread:
@@ -455,7 +455,7 @@ class Session:
                 self._failures.remove(failure)
                 raise error
 
-    # -- the end -----------------------------------------------------------------------------------------------
+    # -- the end ----------------------------------------------------------------------------------------------------
     def check_open(self) -> None:
         """Raise when the session is over.
 
@@ -499,7 +499,7 @@ class Session:
         self._closed_type = SessionClosedError
         self.limit = -1
 
-    # -- the timer ---------------------------------------------------------------------------------------------
+    # -- the timer --------------------------------------------------------------------------------------------------
     def _start_timer(self) -> None:
         with self.lock:
             if self._timer is None:

@@ -76,7 +76,7 @@ def to_sparse(cls: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
         return func(to_host(args[0]), *args[1:], **kwargs)
 
 
-# -- between devices -------------------------------------------------------------------------------------------------
+# -- between devices -----------------------------------------------------------------------------------------------
 @special(aten._to_copy.default)
 def to_copy(cls: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Cast here, bring to the host, or move to another mesh."""
@@ -155,7 +155,7 @@ def pin_memory(cls: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
     return args[0]
 
 
-# -- metadata in place -------------------------------------------------------------------------------------------------
+# -- metadata in place ---------------------------------------------------------------------------------------------
 def adopt(x: Any, fresh: Any) -> Any:
     """``x`` becomes what ``fresh`` is: id, spec and the wrapper's own sizes and strides."""
     h, f = x._h, fresh._h
@@ -185,7 +185,8 @@ def as_strided(cls: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
             "as_strided of a view whose base is gone: its memory is not known here. Keep the base, or clone() the view."
         )
     base = x if root is h else rewrap(root)
-    return run(cls, func, info_of(func), (base, given["size"], given["stride"], x.storage_offset() if offset is None else offset), {})
+    start = x.storage_offset() if offset is None else offset
+    return run(cls, func, info_of(func), (base, given["size"], given["stride"], start), {})
 
 
 def _view_in_place(functional: Any) -> Any:
@@ -262,7 +263,7 @@ def set_storage(cls: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
     return adopt(x, flat.as_strided(size, stride, offset))
 
 
-# -- out= variants and composites ----------------------------------------------------------------------------------------
+# -- out= variants and composites ----------------------------------------------------------------------------------
 def functional_of(func: Any) -> Any:
     """The overload without ``out`` arguments, or ``None``."""
     schema = func._schema

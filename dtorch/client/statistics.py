@@ -39,7 +39,7 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-# -- softmax -------------------------------------------------------------------------------------------------------------
+# -- softmax -------------------------------------------------------------------------------------------------------
 @special(aten._softmax.default, aten._log_softmax.default)
 def softmax(cls: type, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Largest value and sum of each row are what devices tell each other."""
@@ -70,7 +70,7 @@ def softmax_backward(cls: type, func: Any, args: Args, kwargs: Kwargs) -> Any:
         return (grad - out.exp() * grad.sum(dim, True)).to(dtype)
 
 
-# -- batch norm ----------------------------------------------------------------------------------------------------------
+# -- batch norm ----------------------------------------------------------------------------------------------------
 def _by_channel(x: Any) -> tuple[list[int], tuple[int, ...]]:
     """The dimensions to average over, and the shape in which a value for each channel lines up with the tensor."""
     return [d for d in range(x.ndim) if d != 1], tuple(n if d == 1 else 1 for d, n in enumerate(x.shape))

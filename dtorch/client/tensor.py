@@ -55,7 +55,7 @@ class DTensor(torch.Tensor):
 
     __torch_dispatch__ = classmethod(dispatch)  # type: ignore[assignment]
 
-    # -- where it is ---------------------------------------------------------------------------------------------
+    # -- where it is ------------------------------------------------------------------------------------------------
     @property
     def device_mesh(self) -> DeviceMesh:
         """The mesh it lives on."""
@@ -66,7 +66,7 @@ class DTensor(torch.Tensor):
         """How each mesh axis treats it."""
         return self._h.spec.placements
 
-    # -- to the host ---------------------------------------------------------------------------------------------
+    # -- to the host ------------------------------------------------------------------------------------------------
     def to_torch(self) -> torch.Tensor:
         """The global value as a plain CPU tensor, outside of autograd; waits."""
         return wrap.to_host(self)
@@ -126,7 +126,7 @@ class DTensor(torch.Tensor):
         """The value as nested lists."""
         return self.to_torch().tolist()
 
-    # -- to other placements ---------------------------------------------------------------------------------------
+    # -- to other placements ----------------------------------------------------------------------------------------
     def redistribute(self, device_mesh: DeviceMesh | None = None, placements: Sequence[Any] | None = None) -> DTensor:
         """The same value placed otherwise, on this or another mesh; differentiable.
 
@@ -178,7 +178,7 @@ class DTensor(torch.Tensor):
         default = [REPLICATE] * mesh.ndim if default_placement_mode == "replicate" else list(self.placements)
         return self.redistribute(placements=[chosen.get(a, default[a]) for a in range(mesh.ndim)])
 
-    # -- torch's surface where a wrapper must answer itself ----------------------------------------------------------
+    # -- torch's surface where a wrapper must answer itself ---------------------------------------------------------
     @property
     def data(self) -> DTensor:
         """The tensor outside of autograd."""

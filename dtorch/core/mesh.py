@@ -78,7 +78,7 @@ class DeviceMesh(_TorchDeviceMesh):
         if not _first:
             _first.append(self)
 
-    # -- identity ----------------------------------------------------------------------------------------------
+    # -- identity ---------------------------------------------------------------------------------------------------
     @property
     def key(self) -> tuple[Any, ...]:
         """What makes two meshes of one session the same."""
@@ -100,7 +100,7 @@ class DeviceMesh(_TorchDeviceMesh):
     def __reduce__(self) -> tuple[Any, ...]:
         return (_rebuild, (self.device_type, self._grid.tolist(), self.mesh_dim_names))
 
-    # -- shape -------------------------------------------------------------------------------------------------
+    # -- shape ------------------------------------------------------------------------------------------------------
     @property
     def mesh(self) -> torch.Tensor:
         """Device numbers as an integer tensor of the mesh's shape."""
@@ -135,7 +135,7 @@ class DeviceMesh(_TorchDeviceMesh):
         """Always ``None``: the program runs outside of the devices and has no rank."""
         return None
 
-    # -- sub-meshes --------------------------------------------------------------------------------------------
+    # -- sub-meshes -------------------------------------------------------------------------------------------------
     def _sub(self, grid: torch.Tensor, names: Sequence[str] | None) -> DeviceMesh:
         return DeviceMesh(self.device_type, grid, mesh_dim_names=names, graph=self._graph)
 
@@ -156,7 +156,7 @@ class DeviceMesh(_TorchDeviceMesh):
             return [self._sub(p.reshape(1), self.mesh_dim_names) for p in parts]
         return [self._sub(p, names) for p in parts]
 
-    # -- default mesh ------------------------------------------------------------------------------------------
+    # -- default mesh -----------------------------------------------------------------------------------------------
     def __enter__(self) -> DeviceMesh:
         _default.set((*_default.get(), (self, enter_device(self))))
         return self

@@ -103,14 +103,10 @@ def _grouped_mm(call: Call) -> torch.Tensor:
 
 def _corrected(call: Call, result: Any) -> Any:
     """Shapes that a meta implementation gets wrong: batch norm saves no statistics when it uses the running ones."""
-    if call.name in (
-        "aten._native_batch_norm_legit_no_training",
-        "aten._native_batch_norm_legit",
-        "aten.native_batch_norm",
-    ):
-        if not call.get("training", False):
-            out, mean, deviation = result
-            return out, mean.new_empty(0), deviation.new_empty(0)
+    saves = ("aten._native_batch_norm_legit_no_training", "aten._native_batch_norm_legit", "aten.native_batch_norm")
+    if call.name in saves and not call.get("training", False):
+        out, mean, deviation = result
+        return out, mean.new_empty(0), deviation.new_empty(0)
     return result
 
 

@@ -1,7 +1,7 @@
 """The command stream of a session: one flat list of plain values a batch.
 
-A batch payload is a msgpack list of commands laid out flat, followed by raw buffers as further frames. A command is its code and then its operands, so that running a cached operator costs the client one
-``list.extend``:
+A batch payload is a msgpack list of commands laid out flat, followed by raw buffers as further frames. A command is its
+code and then its operands, so that running a cached operator costs the client one ``list.extend``:
 
     code >= FIRST_PLAN   run plan (code - FIRST_PLAN): input ids, scalars, then the id of the first new result
     negative                               forget tensor -code

@@ -187,7 +187,7 @@ class Collectives:
         """Leave all process groups."""
         self.groups.close()
 
-    # -- making programs -----------------------------------------------------------------------------------------
+    # -- making programs --------------------------------------------------------------------------------------------
     def _compile(self, step: Step) -> _Program:
         src, dst = step.src, step.dst
         inputs, outputs = self._positions(src.mesh), self._positions(dst.mesh)
@@ -276,7 +276,7 @@ class Collectives:
             joined=joined,
         )
 
-    # -- running them --------------------------------------------------------------------------------------------
+    # -- running them -----------------------------------------------------------------------------------------------
     def _copy(self, program: _Program, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """Assemble the outputs from parts of inputs and messages."""
         if program.fill is None:

@@ -104,7 +104,7 @@ class Executor:
         self.files.close_all()
         self.collectives.close()
 
-    # -- operators ---------------------------------------------------------------------------------------------
+    # -- operators --------------------------------------------------------------------------------------------------
     def _general(self, program: Program, commands: list[Any], i: int) -> None:
         """Run a program with moves, kernels, several local devices, dynamic or random results."""
         plan = program.plan

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ class Context:
         coordinate = self.outputs[0].mesh.coordinates[self.position]
         return all(c == 0 for c, p in zip(coordinate, self.outputs[0].placements, strict=True) if p.is_partial())
 
+    @cached_property
     def is_empty(self) -> bool:
         """Whether this device holds nothing of some cut dimension."""
         return any(

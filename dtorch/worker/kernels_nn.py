@@ -21,14 +21,14 @@ _BAG_MEAN, _BAG_MAX = 1, 2  # torch's numbers for the modes of embedding bags
 @kernel
 def unless_empty(ctx: Context, *args: Any, **kwargs: Any) -> Any:
     """The operator, which may refuse empty pieces: those have empty or zero results."""
-    return ctx.nothing(args[0].device) if ctx.is_empty() else ctx.run(args, kwargs)
+    return ctx.nothing(args[0].device) if ctx.is_empty else ctx.run(args, kwargs)
 
 
-# -- norms and convolutions --------------------------------------------------------------------------------------------
+# -- norms and convolutions ----------------------------------------------------------------------------------------
 @kernel
 def group_norm_piece(ctx: Context, *args: Any, **kwargs: Any) -> Any:
     """Group norm, forward or backward, with the numbers of samples, channels and groups that are here."""
-    if ctx.is_empty():
+    if ctx.is_empty:
         return ctx.nothing(args[0].device)
     i = ctx.index("input")
     samples, channels = args[i].shape[:2]
@@ -49,7 +49,7 @@ def batch_norm(ctx: Context, *args: Any, **kwargs: Any) -> Any:
 @kernel
 def convolution_piece(ctx: Context, data: torch.Tensor, weight: torch.Tensor, bias: Any, *rest: Any) -> torch.Tensor:
     """Groups are those that are here; on a piece of the input channels only one device adds the bias."""
-    if ctx.is_empty():
+    if ctx.is_empty:
         return ctx.nothing(data.device)  # type: ignore[no-any-return]
     *geometry, groups = rest
     groups = groups * data.shape[1] // ctx.inputs[0].shape[1] if groups > 1 else 1
@@ -61,7 +61,7 @@ def convolution_backward_piece(
     ctx: Context, grad: torch.Tensor, data: torch.Tensor, weight: torch.Tensor, bias_sizes: Any, *rest: Any
 ) -> Any:
     """The bias gradient does not depend on input channels: where they are cut, one device gives it."""
-    if ctx.is_empty():
+    if ctx.is_empty:
         return ctx.nothing(grad.device)
     *geometry, groups, mask = rest
     groups = groups * data.shape[1] // ctx.inputs[1].shape[1] if groups > 1 else 1
@@ -78,12 +78,12 @@ def convolution_backward_piece(
 @kernel
 def affine_grid_piece(ctx: Context, theta: torch.Tensor, size: Sequence[int], align_corners: bool) -> torch.Tensor:
     """The size with the number of samples that are here."""
-    if ctx.is_empty():
+    if ctx.is_empty:
         return ctx.nothing(theta.device)  # type: ignore[no-any-return]
     return ctx.op(theta, [theta.shape[0], *size[1:]], align_corners)  # type: ignore[no-any-return]
 
 
-# -- embeddings --------------------------------------------------------------------------------------------------------
+# -- embeddings ----------------------------------------------------------------------------------------------------
 def _mine(ctx: Context, indices: torch.Tensor, low: int, high: int, total: int) -> torch.Tensor:
     """Which indices lie in ``[low, high)``; none may lie outside of ``[0, total)``.
 
@@ -104,7 +104,7 @@ def embedding_piece(ctx: Context, weight: torch.Tensor, indices: torch.Tensor, *
     """Rows of the part of the vocabulary that is here, zeros for the others."""
     low, high = ctx.input_box(0)[0]
     mine = _mine(ctx, indices, low, high, ctx.inputs[0].shape[0])
-    if ctx.is_empty():
+    if ctx.is_empty:
         return ctx.nothing(weight.device)  # type: ignore[no-any-return]
     rows = aten.embedding.default(weight, torch.where(mine, indices - low, 0))
     return rows.masked_fill_(~mine.unsqueeze(-1), 0)  # type: ignore[no-any-return]
@@ -153,7 +153,7 @@ def embedding_bag_piece(
     return [out, bag_of.to(ctx.outputs[1].dtype), size.to(ctx.outputs[2].dtype), largest]
 
 
-# -- losses ------------------------------------------------------------------------------------------------------------
+# -- losses --------------------------------------------------------------------------------------------------------
 def _share(ctx: Context) -> float:
     """The part of the input's elements that is here."""
     i = ctx.index("self")
@@ -163,7 +163,7 @@ def _share(ctx: Context) -> float:
 @kernel
 def mean_loss_piece(ctx: Context, *args: Any, **kwargs: Any) -> Any:
     """The mean of the piece times its share; the sum of that over the devices is the mean of all."""
-    if ctx.is_empty():
+    if ctx.is_empty:
         return ctx.nothing(args[0].device)
     out = ctx.run(args, kwargs)
     return out * _share(ctx) if isinstance(out, torch.Tensor) else (out[0] * _share(ctx), *out[1:])
@@ -172,7 +172,7 @@ def mean_loss_piece(ctx: Context, *args: Any, **kwargs: Any) -> Any:
 @kernel
 def mean_loss_backward_piece(ctx: Context, *args: Any, **kwargs: Any) -> torch.Tensor:
     """The derivative of that."""
-    if ctx.is_empty():
+    if ctx.is_empty:
         return ctx.nothing(args[0].device)  # type: ignore[no-any-return]
     return ctx.run(args, kwargs).mul_(_share(ctx))  # type: ignore[no-any-return]
 
@@ -208,11 +208,11 @@ def nll_loss_piece(
 ) -> Any:
     """The loss of the elements held here. A mean is divided by the weight of all targets, which then are all known."""
     if reduction != _MEAN:
-        if ctx.is_empty():
+        if ctx.is_empty:
             return ctx.nothing(data.device)
         target, ignored = _here(ctx, 0, target, ignored)
         return ctx.op(data, target, weight, reduction, ignored)
-    if ctx.is_empty():
+    if ctx.is_empty:
         return ctx.nothing(data.device)
     total = _weight(target, weight, ignored, data.dtype)
     box = ctx.input_box(0)
@@ -232,7 +232,7 @@ def nll_loss_backward_piece(
     ignored: int, total_weight: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     """The gradient of the classes held here."""
-    if ctx.is_empty():
+    if ctx.is_empty:
         return ctx.nothing(data.device)  # type: ignore[no-any-return]
     target, ignored = _here(ctx, 1, target, ignored)
     return ctx.op(grad, data, target, weight, reduction, ignored, total_weight)  # type: ignore[no-any-return]
@@ -244,7 +244,7 @@ def linear_cross_entropy_piece(
     reduction: str, ignored: int, *rest: Any,
 ) -> Any:  # fmt: skip
     """Loss and gradients of the samples held here, with a mean over all of them: as for nll_loss."""
-    if ctx.is_empty():
+    if ctx.is_empty:
         return ctx.nothing(data.device)
     if reduction != "mean":
         return ctx.op(data, layer, target, bias, weight, reduction, ignored, *rest)
@@ -259,7 +259,7 @@ def linear_cross_entropy_piece(
 def ctc_loss_piece(ctx: Context, *args: Any, **kwargs: Any) -> Any:
     """The samples held here: their lengths, and their part of targets that stand end to end. Alphas get the size that
     was predicted, which may be more than these samples need."""
-    if ctx.is_empty():
+    if ctx.is_empty:
         return ctx.nothing(args[0].device)
     i = ctx.index("log_probs")
     low, high = ctx.input_box(i)[1]

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from dtorch.worker.kernels import Context, kernel, stand_in
 
 
-# -- attention ---------------------------------------------------------------------------------------------------------
+# -- attention -----------------------------------------------------------------------------------------------------
 class _Keys:
     """Keys and values for the piece of the query held here.
 
@@ -60,7 +60,7 @@ def _to_add(changes: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
 @kernel
 def attention_piece(ctx: Context, *args: Any, **kwargs: Any) -> Any:
     """Attention of the heads and rows held here."""
-    if ctx.is_empty():
+    if ctx.is_empty:
         return ctx.nothing(args[0].device)
     changes = _Keys(ctx, args, kwargs).changes
     fused = ctx.op._schema.name != "aten::scaled_dot_product_attention"
@@ -70,14 +70,14 @@ def attention_piece(ctx: Context, *args: Any, **kwargs: Any) -> Any:
 @kernel
 def attention_backward_piece(ctx: Context, *args: Any, **kwargs: Any) -> Any:
     """Its derivative: gradients of key and value add up over devices with other rows, or other heads of one group."""
-    if ctx.is_empty():
+    if ctx.is_empty:
         return ctx.nothing(args[0].device)
     keys = _Keys(ctx, args, kwargs)
     query, key, value = ctx.run(args, kwargs, **_to_add(keys.changes, args[0].dtype))
     return query, keys.whole(key), keys.whole(value)
 
 
-# -- the fused operator on other devices --------------------------------------------------------------------------------
+# -- the fused operator on other devices ---------------------------------------------------------------------------
 # The client asks for the CPU's fused attention, which gives the same bits as torch there; other devices have none under
 # that name, so it is written out for them.
 def _scores(
@@ -152,7 +152,7 @@ def write_out_attention_backward(
     return on_scores @ keys, on_key, shared(weights.to(grad.dtype).transpose(-2, -1) @ grad)
 
 
-# -- recurrent cells ---------------------------------------------------------------------------------------------------
+# -- recurrent cells -----------------------------------------------------------------------------------------------
 # torch chooses these operators for every device but the CPU, which has no kernel for them. The formulas are those of
 # its CUDA kernels (aten/src/ATen/native/cuda/RNN.cu), in the order in which its CPU code rounds.
 def _biased(gates: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -82,7 +82,7 @@ class Program:
             if len(self.here) == 1 and not special:
                 self.simple = self._make_simple()
 
-    # -- binding arguments ---------------------------------------------------------------------------------------
+    # -- binding arguments ------------------------------------------------------------------------------------------
     def _bind(self, position: int) -> Callable[[Sequence[Any], Sequence[Any], Any], Any]:
         """The call on one device: (tensors, numbers, generator) -> raw result."""
         plan, op = self.plan, self.op
@@ -154,7 +154,7 @@ class Program:
                 specs[slot] = steps[-1].dst
         return tuple(specs)
 
-    # -- running ---------------------------------------------------------------------------------------------------
+    # -- running ----------------------------------------------------------------------------------------------------
     def run(
         self,
         inputs: Sequence[list[torch.Tensor]],
@@ -169,8 +169,9 @@ class Program:
             raws = draw(plan, self.op, self.here, self._wanted(), inputs, numbers, generator, self._calls)
         else:
             raws = []
-            for self.at, call in enumerate(self._calls):
-                raws.append(call([x[self.at] for x in inputs], numbers, generator))
+            for k, call in enumerate(self._calls):
+                self.at = k
+                raws.append(call([x[k] for x in inputs], numbers, generator))
             if plan.rounds:
                 raws = RINGS[plan.kernel or ""](Ring(plan, self._contexts, self._positions, exchange), raws)
         return [self._finish(k, flatten(raw)) for k, raw in enumerate(raws)]
@@ -214,9 +215,10 @@ class Program:
             raise RuntimeError(f"{self.plan.op} gave {len(results)} tensors, {len(self.plan.results)} were predicted.")
         fixes: list[tuple[int, ...] | None] = []
         wanted = self._wanted()
-        for r, predicted, spec in zip(results, self.plan.results, self.made, strict=True):
-            assert spec is not None, "only dynamic plans lack specs"
-            if predicted.same is not None and wanted[predicted.same].shape == spec.shape:
+        for r, predicted, made in zip(results, self.plan.results, self.made, strict=True):
+            assert made is not None, "only dynamic plans lack specs"
+            spec = made
+            if predicted.same is not None and wanted[predicted.same].shape == made.shape:
                 spec = wanted[predicted.same]  # the written argument as it was brought here; it goes back afterwards
             shape = spec.local_shape(position)
             if tuple(r.shape) != shape or r.dtype != spec.dtype:

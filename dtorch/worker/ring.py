@@ -70,7 +70,9 @@ class Ring:
 class _Block:
     """Query rows against one block of keys and values on one device: what the fused kernel must be given."""
 
-    def __init__(self, ctx: Context, arguments: Arguments, key: torch.Tensor, value: torch.Tensor, columns: tuple[int, int]) -> None:
+    def __init__(
+        self, ctx: Context, arguments: Arguments, key: torch.Tensor, value: torch.Tensor, columns: tuple[int, int]
+    ) -> None:
         args, kwargs = arguments
         self.ctx = ctx
         slot = ctx.index("query")

@@ -40,7 +40,7 @@ def table() -> torch.Tensor:
     return torch.arange(24.0).reshape(6, 4)
 
 
-# -- views and writes ----------------------------------------------------------------------------------------------------
+# -- views and writes ----------------------------------------------------------------------------------------------
 @script
 def row_add(x):
     x[0].add_(1)
@@ -216,7 +216,7 @@ def complex_parts(x):
     return [x, torch.view_as_real(z), z.conj().imag]
 
 
-# -- in place ------------------------------------------------------------------------------------------------------------
+# -- in place ------------------------------------------------------------------------------------------------------
 @script
 def arithmetic(x):
     same_object = x.add_(1).mul_(2).sub_(x).clamp_(-1, 5).pow_(2) is x
@@ -285,7 +285,7 @@ def set_to_another(x):
     return [x, y]
 
 
-# -- indexing ------------------------------------------------------------------------------------------------------------
+# -- indexing ------------------------------------------------------------------------------------------------------
 @script
 def reading(x):
     rows, cols = torch.tensor([5, 0, 3]), torch.tensor([1, 1, 2])
@@ -340,7 +340,7 @@ def pieces_taken_and_joined(x):
     ]  # fmt: skip
 
 
-# -- out= ----------------------------------------------------------------------------------------------------------------
+# -- out= ----------------------------------------------------------------------------------------------------------
 @script
 def out_arguments(x):
     y, z = torch.empty_like(x), torch.empty_like(x)
@@ -385,7 +385,7 @@ def test_scripts_over_processes(mode, name, table):
         agree(SCRIPTS[name], table, mesh(3), where)
 
 
-# -- what torch says no to -------------------------------------------------------------------------------------------------
+# -- what torch says no to -----------------------------------------------------------------------------------------
 def refused(kind: type[BaseException], f: Callable[[torch.Tensor], Any], pattern: str | None = None) -> None:
     x = torch.arange(24.0).reshape(6, 4)
     for where in (S0, R):
@@ -422,7 +422,7 @@ def test_out_of_the_wrong_size_is_resized_with_a_warning(table):
     same(empty, table.sum(0))
 
 
-# -- plain tensors among distributed ones ----------------------------------------------------------------------------------
+# -- plain tensors among distributed ones --------------------------------------------------------------------------
 @both_modes
 def test_plain_tensors_join(mode, table):
     d = spread(table, mesh(2), S0)
@@ -485,7 +485,7 @@ def test_copies_between_placements_meshes_and_dtypes(table):
     same(d.copy_(x * 10), (x * 10).int(), [S0])
 
 
-# -- random programs -------------------------------------------------------------------------------------------------------
+# -- random programs -----------------------------------------------------------------------------------------------
 VIEWS: list[Callable[[torch.Tensor, int], torch.Tensor]] = [
     lambda t, n: t.t() if t.dim() == 2 else t.flatten(),
     lambda t, n: t[n % len(t)] if t.dim() and len(t) else t,

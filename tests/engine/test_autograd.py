@@ -314,7 +314,7 @@ def test_modes():
 
 
 @both_modes
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings(r"ignore:.torch\.jit\.script. is deprecated:DeprecationWarning")
 def test_func_transforms(mode):
     x = torch.randn(4, 3)
     d = spread(x, mesh(2), S0)

@@ -101,7 +101,7 @@ def test_promotion():
     assert (spread(torch.tensor(2.0, dtype=torch.float64), mesh(2)) * spread(torch.ones(2), mesh(2))).dtype == torch.float32
 
 
-# -- operators x dtypes x shapes x meshes x placements -----------------------------------------------------------------------
+# -- operators x dtypes x shapes x meshes x placements -------------------------------------------------------------
 Op = Callable[..., Any]
 UNARY: dict[str, Op] = {
     "neg": lambda x: -x,

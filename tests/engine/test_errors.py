@@ -15,7 +15,6 @@ import pytest
 import torch
 
 import dtorch
-from dtorch.client import graph
 from dtorch.core.errors import (
     CommError,
     DtorchError,
@@ -48,7 +47,7 @@ def one_sentence(error: BaseException) -> str:
     return text
 
 
-# -- what a worker finds ---------------------------------------------------------------------------------------------------
+# -- what a worker finds -------------------------------------------------------------------------------------------
 @both_modes
 def test_a_failure_says_what_where_and_whose(mode):
     d = spread(torch.randn(6, 4), mesh(2), S0)
@@ -208,7 +207,7 @@ def test_a_lost_worker(mode):
     same(spread(torch.ones(3), mesh(2), S0), torch.ones(3))  # other sessions go on
 
 
-# -- what the client finds -------------------------------------------------------------------------------------------------
+# -- what the client finds -----------------------------------------------------------------------------------------
 @both_modes
 def test_wrong_arguments_are_refused_at_once_as_by_torch(mode):
     x = torch.randn(6, 4)
@@ -373,7 +372,7 @@ def test_tensors_of_a_closed_session(mode, kind):
     same(here + 1, torch.full((6, 4), 2.0))
 
 
-# -- strict mode -----------------------------------------------------------------------------------------------------------
+# -- strict mode ---------------------------------------------------------------------------------------------------
 @both_modes
 def test_strict_mode_names_operator_placements_and_the_legal_ones(mode):
     a, b = spread(torch.randn(6, 4), mesh(2), S0), spread(torch.randn(6, 4), mesh(2), S1)

@@ -256,7 +256,7 @@ def test_what_dtorch_does_not_define_is_torch():
     assert dtorch.nn.Linear is torch.nn.Linear
     assert dtorch.no_grad is torch.no_grad
     with pytest.raises(AttributeError, match="neither 'dtorch' nor 'torch'"):
-        dtorch.no_such_thing  # noqa: B018
+        dtorch.no_such_thing
 
 
 def test_partial_placements_hold_terms():

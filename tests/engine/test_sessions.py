@@ -14,14 +14,28 @@ import torch
 import dtorch
 from dtorch.client import graph
 from dtorch.core.errors import SessionClosedError
-from tests.engine.helpers import OPTIONS, S0, S1, P, R, both_modes, close, full, local_mode, mesh, run_program, same, spread
+from tests.engine.helpers import (
+    OPTIONS,
+    S0,
+    S1,
+    P,
+    R,
+    both_modes,
+    close,
+    full,
+    local_mode,
+    mesh,
+    run_program,
+    same,
+    spread,
+)
 
 
 def own_mesh(*devices: int) -> dtorch.DeviceMesh:
     return dtorch.DeviceMesh("cpu", list(devices))
 
 
-# -- graphs side by side -----------------------------------------------------------------------------------------------------
+# -- graphs side by side -------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("kinds", [("inline", "inline"), ("inline", "local"), ("local", "local")], ids="-".join)
 def test_graphs_side_by_side(mode, kinds):
     a, b = (dtorch.Graph(**OPTIONS[kind]) for kind in kinds)
@@ -71,7 +85,7 @@ def test_device_mesh_guard(mode):
     assert x._h.session is default.session
     same(y + 1, torch.full((4,), 2.0))
     with pytest.raises(ZeroDivisionError), default.device_mesh_guard(first):
-        1 / 0  # noqa: B018
+        1 / 0
     other.close()
     default.synchronize()
 
@@ -138,7 +152,7 @@ def test_more_devices_than_workers(mode):
         same(d.cumsum(0), x.cumsum(0))
 
 
-# -- starting and ending -------------------------------------------------------------------------------------------------------
+# -- starting and ending -------------------------------------------------------------------------------------------
 def test_shutdown_and_restart(mode):
     for _ in range(3):
         dtorch.shutdown()
@@ -192,7 +206,7 @@ def test_import_order_does_not_matter(tmp_path):
         assert run_program(text, tmp_path, mode="inline").stdout == "DTensor dtorch\n"
 
 
-# -- threads ---------------------------------------------------------------------------------------------------------------------
+# -- threads -------------------------------------------------------------------------------------------------------
 def work(x: torch.Tensor, rounds: int) -> torch.Tensor:
     """Operators of every kind: views, several results, writes, reductions over the cut dimension, reads."""
     for i in range(rounds):
@@ -289,7 +303,7 @@ def test_asyncio_tasks_have_their_own_default_mesh(mode):
     assert asyncio.run(main()) == [a, b, a]
 
 
-# -- forks -----------------------------------------------------------------------------------------------------------------------
+# -- forks ---------------------------------------------------------------------------------------------------------
 @both_modes
 def test_a_fork_is_told_and_harms_nobody(mode):
     x = torch.arange(12.0).reshape(4, 3)

@@ -159,7 +159,7 @@ def test_logits_stay_cut_along_the_vocabulary(dtype: torch.dtype) -> None:
     plain = _x(40, 1001).to(dtype).requires_grad_()
     cut = spread(plain.detach(), mesh, [Shard(1)]).requires_grad_()
     there = spread(target, mesh, [Replicate()])
-    tolerance = {"rtol": 1e-2, "atol": 1e-5} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-6}
+    tolerance = {"rtol": 2e-2, "atol": 3e-5} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-6}
     for run in (F.cross_entropy, lambda x, t: F.softmax(x, 1).square().sum()):
         want, got = run(plain, target), run(cut, there)
         assert placements_of(got) == [Partial()]

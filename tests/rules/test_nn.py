@@ -237,14 +237,14 @@ def _places(run: Function, values: list[torch.Tensor], placements: list[Any], sh
 
 def test_placements_are_kept() -> None:
     whole, rows, columns, total = Replicate(), Shard(0), Shard(1), Partial()
-    norm = lambda x, w, b: F.layer_norm(x, (6,), w, b)  # noqa: E731
+    norm = lambda x, w, b: F.layer_norm(x, (6,), w, b)
     assert _places(norm, [_x(4, 2, 6), _x(6), _x(6)], [columns, whole, whole]) == [columns, columns, total, total]
-    group = lambda x, w, b: F.group_norm(x, 4, w, b)  # noqa: E731
+    group = lambda x, w, b: F.group_norm(x, 4, w, b)
     images = [_x(4, 8, 3), _x(8), _x(8)]
     assert _places(group, images, [columns, rows, rows]) == [columns, columns, rows, rows]
     assert _places(group, images, [columns, whole, whole])[0] == columns
     assert _places(group, images, [rows, whole, whole]) == [rows, rows, total, total]
-    conv = lambda x, w, b: F.conv2d(x, w, b)  # noqa: E731
+    conv = lambda x, w, b: F.conv2d(x, w, b)
     images = [_x(4, 6, 5, 5), _x(8, 6, 3, 3), _x(8)]
     assert _places(conv, images, [rows, whole, whole]) == [rows, rows, total, total]
     assert _places(conv, images, [whole, rows, rows]) == [columns, total, rows, rows]

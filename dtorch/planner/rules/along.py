@@ -54,7 +54,7 @@ def renorm(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
     return Rule([labels], [labels])
 
 
-# -- searching ---------------------------------------------------------------------------------------------------------
+# -- searching -----------------------------------------------------------------------------------------------------
 @rule("aten.searchsorted", "aten.bucketize")
 def search(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
     """Each value is looked up by itself, in the row of boundaries with its own leading position."""
@@ -80,7 +80,7 @@ def isin(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
     return Rule(inputs, [inputs[elements]])
 
 
-# -- counting ----------------------------------------------------------------------------------------------------------
+# -- counting ------------------------------------------------------------------------------------------------------
 @rule("aten.histc")
 def histc(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
     """Counts add up; but where the range is that of the values, every device must know them all."""
@@ -105,7 +105,7 @@ def unique(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
     return replicated(call, outs)
 
 
-# -- segments ----------------------------------------------------------------------------------------------------------
+# -- segments ------------------------------------------------------------------------------------------------------
 @rule("aten.segment_reduce")
 def segment_reduce(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
     """Reduces runs along ``axis``; leading dimensions have their own runs, trailing ones share them."""

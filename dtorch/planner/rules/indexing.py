@@ -15,7 +15,7 @@ from dtorch.planner.rules.pointwise import broadcast_labels
 _MASKS = (torch.bool, torch.uint8)
 
 
-# -- tensor[i, j, mask] ------------------------------------------------------------------------------------------------
+# -- tensor[i, j, mask] --------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class _Layout:
     """Labels of an advanced index.
@@ -124,7 +124,7 @@ def masked_index_put(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
     return Rule(inputs, [inputs[0]], linear=(frozenset({0, values}),))
 
 
-# -- one dimension, one index ------------------------------------------------------------------------------------------
+# -- one dimension, one index --------------------------------------------------------------------------------------
 def _others(spec: TensorSpec, dim: int, shape: Sequence[int]) -> Labels:
     """Labels of all dimensions but ``dim`` that have the size they have in ``shape``; others are whole."""
     if spec.ndim != len(shape):

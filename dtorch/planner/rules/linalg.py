@@ -123,7 +123,7 @@ def cross(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
     return Rule([labels(s.shape) for s in call.specs], [labels(shape)])
 
 
-# -- products that matmul.py lacks -------------------------------------------------------------------------------------
+# -- products that matmul.py lacks ---------------------------------------------------------------------------------
 @rule("aten.addbmm")
 def addbmm(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
     """beta * input + alpha * the sum of all products; on a cut sum only the first device adds the input."""
@@ -169,7 +169,7 @@ def grouped_mm(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
     return Rule([uncut(left), uncut(right), *offs], [out], reduce={"k": "sum"}, units=units)
 
 
-# -- distances ---------------------------------------------------------------------------------------------------------
+# -- distances -----------------------------------------------------------------------------------------------------
 @rule("aten._cdist_forward", "aten._euclidean_dist")
 def cdist(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
     """Every vector of the first list against every one of the second."""

@@ -15,7 +15,7 @@ _FIRST = (frozenset({0}),)
 _BOTH = (frozenset({0, 1}),)
 
 
-# -- joining and repeating ---------------------------------------------------------------------------------------------
+# -- joining and repeating -----------------------------------------------------------------------------------------
 @rule("aten.cat")
 def cat(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
     """End to end along ``dim``, which must be whole; torch lets empty vectors stand among the tensors."""
@@ -49,7 +49,7 @@ def joined_whole(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
     return replicated(call, outs)
 
 
-# -- matrices ----------------------------------------------------------------------------------------------------------
+# -- matrices ------------------------------------------------------------------------------------------------------
 @rule("aten.tril", "aten.triu")
 def triangle(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
     """A piece of a matrix has its own diagonal: the global one, seen from the piece's corner."""
@@ -76,7 +76,7 @@ def diag_embed(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
     return Rule([(*range(call.first.ndim - 1), None)], [tuple(None if d in new else next(rest) for d in range(n))])
 
 
-# -- a view's place in its base ----------------------------------------------------------------------------------------
+# -- a view's place in its base ------------------------------------------------------------------------------------
 def _placed(call: Call, base: Labels, part: Labels) -> list[Labels]:
     names = {"self": base, "src": part, "grad_output": part, "grad_in": part}
     return [names[name] for name in call.slots]
@@ -136,7 +136,7 @@ def as_strided(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
     return replicated(call, outs)
 
 
-# -- new tensors -------------------------------------------------------------------------------------------------------
+# -- new tensors ---------------------------------------------------------------------------------------------------
 @rule("aten.new_zeros", "aten.new_ones", "aten.new_full", "aten.new_empty", "aten.new_empty_strided")
 def new(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
     """Only shape and dtype of the argument count. Dimensions as long as the argument's are cut like them."""
