@@ -2,7 +2,7 @@
 """Unmodified diffusers pipelines on dtorch, compared with plain torch: on one device every bit must be the same.
 
     python benchmarks/diffusers_sweep.py --list
-    python benchmarks/diffusers_sweep.py [--only REGEX] [--mode inline|local] [--seconds 120]
+    python benchmarks/diffusers_sweep.py [--only REGEX] [--mode inline|local] [--devices N] [--seconds 120]
 
 Pipelines are tiny, with random weights; nothing is downloaded. A line for each case, the totals last. ``reads``: values
 that the client waited for in each denoising step after the first. The exit code is 1 when a case fails.
@@ -65,6 +65,7 @@ def main() -> int:
     p.add_argument("--list", action="store_true", help="print the cases and what they show")
     p.add_argument("--only", default=".", help="regular expression that the names of cases must contain")
     p.add_argument("--mode", choices=["inline", "local"], default="local")
+    p.add_argument("--devices", type=int, default=1, help="size of the mesh; everything is whole on each device")
     p.add_argument("--threads", type=int, default=1, help="computing threads, the same in client and worker")
     p.add_argument("--seconds", type=int, default=120, help="limit for one case")
     p.add_argument("--trace", action="store_true", help="print the traceback of an error")
@@ -87,10 +88,10 @@ def main() -> int:
     import dtorch
 
     torch.set_num_threads(args.threads)
-    dtorch.init(mode=args.mode, workers=1, threads=args.threads)
+    dtorch.init(mode=args.mode, workers=args.devices, threads=args.threads)
     signal.signal(signal.SIGALRM, _too_slow)
     good = 0
-    with dtorch.init_device_mesh("cpu", (1,)):
+    with dtorch.init_device_mesh("cpu", (args.devices,)):
         for name in names:
             start = time.time()
             signal.alarm(args.seconds)

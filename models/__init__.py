@@ -6,6 +6,6 @@ Everything here works on plain PyTorch as well; importing the package loads neit
 from __future__ import annotations
 
 from .errors import ModelInputError
-from .registry import MODELS, ModelEntry, get_model
+from .registry import DEMO_TEXT_MODEL, MODELS, DemoEntry, ModelEntry, get_model
 
-__all__ = ["MODELS", "ModelEntry", "ModelInputError", "get_model"]
+__all__ = ["DEMO_TEXT_MODEL", "MODELS", "DemoEntry", "ModelEntry", "ModelInputError", "get_model"]

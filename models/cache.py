@@ -11,11 +11,14 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from . import demo, demo_tokenizers
-from .registry import ModelEntry
+from . import demo, demo_text, demo_tokenizers
+from .registry import DemoEntry
 
 # The weights depend on this file too, which cannot be imported here because it needs torch.
-_SOURCES = (Path(demo.__file__), Path(demo_tokenizers.__file__), Path(__file__).with_name("demo_weights.py"))
+_SOURCES = (
+    *(Path(module.__file__) for module in (demo, demo_text, demo_tokenizers)),
+    Path(__file__).with_name("demo_weights.py"),
+)
 
 
 def cache_folder() -> Path:
@@ -25,7 +28,7 @@ def cache_folder() -> Path:
     return root / "dtorch" / "models"
 
 
-def recipe_hash(entry: ModelEntry) -> str:
+def recipe_hash(entry: DemoEntry) -> str:
     """Twelve hex digits over all that decides the bytes of the entry's demo: recipe, building code, libraries."""
     parts = {name: dataclasses.asdict(part) for name, part in entry.demo_parts.items()}
     versions = {name: importlib.metadata.version(name) for name in ("torch", "diffusers", "transformers", "tokenizers")}
@@ -35,7 +38,7 @@ def recipe_hash(entry: ModelEntry) -> str:
     return digest.hexdigest()[:12]
 
 
-def demo_folder(entry: ModelEntry) -> Path:
+def demo_folder(entry: DemoEntry) -> Path:
     """The folder of the entry's demo model, built first if it is not there. Blocks while it builds, about a second.
 
     The model is built beside its place and renamed into it, so a folder with the final name is always whole, and

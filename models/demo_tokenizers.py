@@ -54,3 +54,39 @@ def t5_tokenizer(length: int) -> Any:
     pieces += [(f"▁{word}", -4.0 - 0.01 * rank) for rank, word in enumerate(WORDS)]
     pieces += [(chr(code), -10.0) for code in range(ord("!"), ord("~") + 1)]
     return T5TokenizerFast(vocab=pieces, extra_ids=0, model_max_length=length)
+
+
+def text_tokenizer() -> tuple[Any, int]:
+    """A byte-level BPE tokenizer that takes any text and gives it back; a space belongs to the word after it.
+
+    Returns:
+        The tokenizer, and the number of the first token that is a whole word: special tokens, bytes and parts of words
+        come before.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ("<|begin|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
+    space = "\u0120"  # how a space is written in a vocabulary of bytes
+    pieces = dict.fromkeys((*special, *sorted(pre_tokenizers.ByteLevel.alphabet())))
+    merges: dict[tuple[str, str], int] = {}
+    for word in WORDS:
+        parts = _merged([space, *word], merges)
+        joined = parts[0]
+        for part in parts[1:]:
+            merges[joined, part] = len(merges)
+            joined += part
+            pieces[joined] = None
+    whole = [space + word for word in WORDS]
+    order = [piece for piece in pieces if piece not in whole] + whole
+    tokenizer = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(order)}, merges=list(merges)))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=special[0],
+        eos_token=special[1],
+        pad_token=special[1],
+        additional_special_tokens=list(special[2:]),
+    )
+    return fast, len(order) - len(whole)

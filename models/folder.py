@@ -1,4 +1,4 @@
-"""Checks of a diffusers folder before anything is loaded from it, so that what is wrong is named by its file."""
+"""Checks of a model's folder before anything is loaded from it, so that what is wrong is named by its file."""
 
 from __future__ import annotations
 
@@ -33,9 +33,35 @@ def check_folder(folder: Path, pipeline_name: str) -> None:
             _check_component(folder / name)
 
 
+def check_text_folder(folder: Path) -> None:
+    """Refuse a folder that does not hold a whole causal language model of transformers and its tokenizer.
+
+    Raises:
+        ModelInputError: names what is missing, unreadable or cut short.
+    """
+    if not folder.is_dir():
+        raise ModelInputError(f"there is no folder {folder}; pass --model a folder in transformers format.")
+    config_path = folder / "config.json"
+    if not config_path.is_file():
+        raise ModelInputError(f"{folder} is no transformers folder: it has no config.json.")
+    _read_json(config_path)
+    if not any(folder.glob("tokenizer*")) and not any(folder.glob("vocab*")):
+        raise ModelInputError(f"{folder} has no tokenizer; copy its files (tokenizer.json and others) there as well.")
+    check_weights(folder)
+
+
 def _check_component(component: Path) -> None:
     if not component.is_dir():
         raise ModelInputError(f"{component} is missing, though {INDEX_NAME} names it; copy the whole model again.")
+    check_weights(component)
+
+
+def check_weights(component: Path) -> None:
+    """Refuse a folder with a `config.json` whose safetensors files are not all there and whole.
+
+    Raises:
+        ModelInputError: names the file.
+    """
     for index_path in sorted(component.glob("*.safetensors.index.json")):
         shards = _read_json(index_path).get("weight_map")
         if not isinstance(shards, dict):

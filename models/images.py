@@ -58,18 +58,6 @@ def load_pipeline(entry: ModelEntry, folder: Path, dtype: str) -> Any:
     return pipe
 
 
-def copy_out_of_files(pipe: Any) -> None:
-    """Give every weight memory of its own instead of the mapped file's.
-
-    A CPU kernel may round differently for data that is not aligned to 16 bytes, as data in a file often is not. For
-    pictures equal to the bit, the weights must be aligned on both sides; those on a mesh are.
-    """
-    for module in pipe.components.values():
-        if isinstance(module, torch.nn.Module):
-            for tensor in itertools.chain(module.parameters(), module.buffers()):
-                tensor.data = tensor.data.clone()
-
-
 def default_size(pipe: Any) -> int:
     """Height and width in pixels that the pipeline draws when it is not told."""
     return int(pipe.default_sample_size * pipe.vae_scale_factor)

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from . import flux, sd3
+from . import flux, llama, sd3
 from .demo import Part, build_pipeline_folder
+from .demo_text import build_text_folder
 from .errors import ModelInputError
 
-Task = Literal["text-to-image"]
+Task = Literal["text-to-image", "text-generation"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,18 +32,15 @@ class Sampling:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelEntry:
-    """A model: the class that runs it, its defaults, and a small random model of the same architecture.
+class DemoEntry:
+    """A model: the class that runs it, and a small random model of the same architecture.
 
     Attributes:
         name: what the user types.
         title: the name for people.
         task: what it does; a command runs the entries of its own task.
         pipeline: import path of the class that loads and runs a folder of this model.
-        sampling: defaults for a folder that the user names.
-        negative_scale: the argument of the pipeline's call that must exceed 1 for a negative prompt to count.
         demo_parts: the demo model, component name to recipe. Plain data: it is hashed to name the cached folder.
-        demo_sampling: defaults for the demo model.
         build_demo: writes the demo model to an empty folder, the same bytes every time.
     """
 
@@ -50,16 +48,29 @@ class ModelEntry:
     title: str
     task: Task
     pipeline: str
-    sampling: Sampling
-    negative_scale: str
     demo_parts: dict[str, Part]
-    demo_sampling: Sampling
-    build_demo: Callable[[str, dict[str, Part], Path], None] = build_pipeline_folder
+    build_demo: Callable[[str, dict[str, Part], Path], None]
 
     @property
     def pipeline_name(self) -> str:
-        """The pipeline's class name, as `model_index.json` of a folder gives it."""
+        """The pipeline's class name, as the folder's own files give it."""
         return self.pipeline.rpartition(".")[2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelEntry(DemoEntry):
+    """A model that draws pictures.
+
+    Attributes:
+        sampling: defaults for a folder that the user names.
+        negative_scale: the argument of the pipeline's call that must exceed 1 for a negative prompt to count.
+        demo_sampling: defaults for the demo model.
+    """
+
+    sampling: Sampling
+    negative_scale: str
+    demo_sampling: Sampling
+    build_demo: Callable[[str, dict[str, Part], Path], None] = build_pipeline_folder
 
 
 MODELS: dict[str, ModelEntry] = {
@@ -87,6 +98,16 @@ MODELS: dict[str, ModelEntry] = {
         ),
     )
 }
+
+# Any folder of transformers with a causal language model runs; this is the one to try without a folder.
+DEMO_TEXT_MODEL = DemoEntry(
+    name="llama",
+    title="Llama",
+    task="text-generation",
+    pipeline="transformers.LlamaForCausalLM",
+    demo_parts=llama.DEMO_PARTS,
+    build_demo=build_text_folder,
+)
 
 
 def get_model(name: str, task: Task) -> ModelEntry:

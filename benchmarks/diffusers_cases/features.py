@@ -166,7 +166,7 @@ def _ip_adapter_weights(unet: Any) -> dict[str, Any]:
     """Weights of an IP-Adapter in the file's form, for the cross attentions of a UNet."""
     layers: dict[str, torch.Tensor] = {}
     number = 1
-    for name, processor in unet.attn_processors.items():
+    for name in unet.attn_processors:
         if not name.endswith("attn2.processor"):
             continue
         attention = unet.get_submodule(name.removesuffix(".processor"))

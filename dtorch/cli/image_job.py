@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from dtorch.cli.errors import FailureError
+from dtorch.cli.demo import usable_demo
 from dtorch.cli.mesh_option import MeshShape
 from dtorch.cli.output import save_pictures
 from dtorch.cli.progress import Stages
-from dtorch.models import ModelEntry, ModelInputError
+from dtorch.cli.session import on_mesh, worker_report
+from dtorch.models import ModelEntry
 
 if TYPE_CHECKING:
     from dtorch.core.mesh import DeviceMesh
@@ -102,25 +101,22 @@ def run_image_job(job: ImageJob, stages: Stages) -> ImageResult:
         FailureError: the demo model is damaged or cannot be built.
         DtorchError: the mesh could not be started, or drawing on it failed.
     """
-    import dtorch
     from dtorch.core.config import from_environment
 
     mode = from_environment(mode=job.mode).mode
     _quiet_libraries()
+    from dtorch.models.folder import check_folder
     from dtorch.models.images import draw, to_pil
 
-    folder = job.folder or _demo_folder(job.entry, stages)
+    folder = job.folder or usable_demo(job.entry, stages, lambda demo: check_folder(demo, job.entry.pipeline_name))
     with stages.stage("load"):
         pipe, request = _load(job, folder)
-    with _on_mesh(job.shape, mode, stages) as mesh:
+    with on_mesh(job.shape, mode, stages) as mesh:
         with stages.stage("place"):
             _place(pipe, mesh)
         with stages.stage("draw", total=request.steps):
             images = draw(job.entry, pipe, request, on_step=stages.advance_to)
-        workers = [
-            {"pid": w.pid, "host": w.host, "devices": [str(d) for d in w.devices], "state": str(w.state)}
-            for w in dtorch.workers()
-        ]
+        workers = worker_report()
     save_pictures(to_pil(pipe, images), job.paths)
     del pipe  # a large model must not be in memory twice during the check
     check = None
@@ -160,24 +156,6 @@ def _quiet_libraries() -> None:
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
 
 
-def _demo_folder(entry: ModelEntry, stages: Stages) -> Path:
-    from dtorch.models.cache import cache_folder, demo_folder
-    from dtorch.models.folder import check_folder
-
-    try:
-        with stages.stage("build"):
-            folder: Path = demo_folder(entry)
-    except OSError as error:
-        raise FailureError(
-            f"the demo model cannot be written to {cache_folder()} ({error}); set XDG_CACHE_HOME, or pass --model."
-        ) from error
-    try:
-        check_folder(folder, entry.pipeline_name)
-    except ModelInputError as error:
-        raise FailureError(f"the cached demo model is damaged: {error} Or remove {folder} to build it anew.") from error
-    return folder
-
-
 def _load(job: ImageJob, folder: Path) -> tuple[Any, ImageRequest]:
     """The pipeline on the CPU, and the request with every default filled in and checked against it."""
     from dtorch.models.images import ImageRequest, check_request, default_size, load_pipeline
@@ -197,21 +175,6 @@ def _load(job: ImageJob, folder: Path) -> tuple[Any, ImageRequest]:
     )
     check_request(pipe, request)
     return pipe, request
-
-
-@contextmanager
-def _on_mesh(shape: MeshShape, mode: str, stages: Stages) -> Iterator[DeviceMesh]:
-    """Make a new mesh of CPU devices the default one; end the session, and with it the workers, afterwards."""
-    import dtorch
-
-    try:
-        with stages.stage("start"):
-            dtorch.init(mode=mode)
-            mesh = dtorch.init_device_mesh("cpu", shape.sizes, mesh_dim_names=shape.names)
-        with mesh:
-            yield mesh
-    finally:
-        dtorch.shutdown()
 
 
 def _place(pipe: Any, mesh: DeviceMesh) -> None:
@@ -235,10 +198,15 @@ def _place(pipe: Any, mesh: DeviceMesh) -> None:
 
 def _compare(job: ImageJob, folder: Path, images: Images, stages: Stages) -> Check:
     """Draw the same with plain diffusers on the CPU of this process, from the same folder loaded again."""
-    from dtorch.models.images import copy_out_of_files, draw, largest_difference
+    import torch
+
+    from dtorch.models.images import draw, largest_difference
+    from dtorch.models.weights import copy_out_of_files
 
     pipe, request = _load(job, folder)
-    copy_out_of_files(pipe)
+    for part in pipe.components.values():
+        if isinstance(part, torch.nn.Module):
+            copy_out_of_files(part)
     difference = largest_difference(images, draw(job.entry, pipe, request, on_step=stages.advance_to))
     allowed = _allowed(job)
     return Check(difference, allowed, ok=difference <= allowed)

@@ -9,6 +9,7 @@ import typer
 import dtorch
 from dtorch.cli.errors import OneLineGroup
 from dtorch.cli.exec import exec_
+from dtorch.cli.generate import generate
 from dtorch.cli.info import info
 from dtorch.cli.models import models
 from dtorch.cli.run import run
@@ -35,6 +36,7 @@ def group(
 
 
 app.command()(run)
+app.command()(generate)
 app.command("exec", context_settings={"allow_interspersed_args": False})(exec_)
 app.command()(info)
 app.command()(models)

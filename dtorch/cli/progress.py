@@ -41,11 +41,16 @@ class Stages:
     def stage(self, name: str, total: int | None = None) -> Iterator[None]:
         """The stage `name`, of `total` steps or of unknown length."""
         self._bar.reset(self._task, description=name, total=total)
+        self._bar.start()
         start = time.perf_counter()
         try:
             yield
         finally:
             self.seconds[name] = time.perf_counter() - start
+
+    def pause(self) -> None:
+        """Clear the line for what is printed next; a later stage shows it again."""
+        self._bar.stop()
 
     def advance_to(self, step: int) -> None:
         """Say that `step` steps of the stage are done."""

@@ -163,6 +163,7 @@ def register() -> None:
     library.impl("tensor_split.tensor_indices_or_sections", _tensor_split, "PrivateUse1")
     _attention(library)
     _keep_whole(library)
+    _values_only(library)
     _autocast(library)
     setattr(torch, "Generator", random.Generator)  # noqa: B010  (a class, to type checkers)
     torch.__future__.set_swap_module_params_on_conversion(True)
@@ -240,22 +241,42 @@ def _fusable(
     return not mask.requires_grad and mask.dim() in (2, 4) and fits
 
 
-def _needs_gradient(*tensors: torch.Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+def _needs_gradient(*values: Any) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(v, torch.Tensor) and v.requires_grad for v in values)
 
 
 def _keep_whole(library: torch.library.Library) -> None:
-    """linear, matmul and layer_norm as one operator where autograd does not need their parts.
+    """linear, matmul, layer_norm and recurrent networks as one operator where autograd does not need their parts.
 
-    matmul's parts would fold a stack into the rows of one matrix, which a cut of the rows does not survive.
+    matmul's parts would fold a stack into the rows of one matrix, which a cut of the rows does not survive. Recurrent
+    networks have other kernels on the CPU than on devices like this one.
     """
-    for whole in (torch.ops.aten.linear.default, torch.ops.aten.matmul.default, torch.ops.aten.layer_norm.default):
+    aten = torch.ops.aten
+    for whole in (
+        aten.linear.default, aten.matmul.default, aten.layer_norm.default, aten.lstm.input, aten.gru.input,
+        aten.rnn_tanh.input, aten.rnn_relu.input, aten.gru_cell.default,
+    ):  # fmt: skip
         library.impl(torch_private.overload_name(whole), _whole(whole), "AutogradPrivateUse1")
+
+
+def _values_only(library: torch.library.Library) -> None:
+    """Singular and eigenvalues alone come from other routines than those with vectors; for a subclass of Tensor torch
+    would always take the latter."""
+    aten = torch.ops.aten
+
+    def eigvalsh(x: torch.Tensor, UPLO: str = "L") -> Any:
+        return aten._linalg_eigh.default(x, UPLO, _needs_gradient(x))[0]
+
+    def svdvals(x: torch.Tensor, *, driver: str | None = None) -> Any:
+        return aten._linalg_svd.default(x, False, _needs_gradient(x), driver=driver)[1]
+
+    library.impl("linalg_eigvalsh", eigvalsh, "AutogradPrivateUse1")
+    library.impl("linalg_svdvals", svdvals, "AutogradPrivateUse1")
 
 
 def _whole(func: Any) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
-        if _needs_gradient(*(a for a in args if isinstance(a, torch.Tensor))):
+        if _needs_gradient(*(t for a in args for t in (a if isinstance(a, (list, tuple)) else (a,)))):
             return func.decompose(*args, **kwargs)
         return dispatch(DTensor, func, (), args, kwargs)
 

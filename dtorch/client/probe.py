@@ -39,9 +39,7 @@ def with_strides(session: Session, plan: Plan, ids: list[Any], send: Callable[[P
     code = send(asking)
     number, request = session.request(1)
     with session.lock:
-        first = session.ids()
-        for _ in plan.results[1:]:
-            session.ids()
+        first = session.take_ids(len(plan.results))
         session.sites.append(session.sites[-1] if session.sites else (with_strides.__code__, 0))
         session.buf.extend((code, *ids, first, number))
         session.buf.extend(-(first + i) for i in range(len(plan.results)))

@@ -54,6 +54,12 @@ def equal(cls: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
     return bool((a == b).all().item())
 
 
+@special(aten.allclose.default)
+def allclose(cls: type, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Compared where the values live."""
+    return bool(aten.isclose.default(*args, **kwargs).all().item())
+
+
 @special(aten.is_pinned.default)
 def is_pinned(cls: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Never: the memory is on other processes."""
@@ -346,8 +352,30 @@ def native_batch_norm(cls: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
 # Composites that stay whole when autograd does not need their parts: workers have one kernel for them, or one message
 # says what several would.
 WHOLE = frozenset(
-    {"aten::linear", "aten::matmul", "aten::scaled_dot_product_attention", "aten::rms_norm", "aten::layer_norm"}
-)
+    f"aten::{name}" for name in (
+        "linear", "matmul", "scaled_dot_product_attention", "rms_norm", "layer_norm", "lstm", "gru", "rnn_tanh",
+        "rnn_relu", "gru_cell",
+    )
+)  # fmt: skip
+
+
+@special(aten.linear.default, aten.matmul.default)
+def product(cls: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """A stack of matrices times one matrix. Where the stack is not contiguous, torch copies it into one matrix if the
+    other requires a gradient, even if none is recorded: another kernel, with other rounding. Workers do not know."""
+    stack, matrix = (args[0], args[1]) if args[0].dim() >= args[1].dim() else (args[1], args[0])
+    if stack.dim() > 2 and matrix.requires_grad and not stack.is_contiguous() and type(stack) is type(matrix) is cls:
+        specs = (stack._h.spec, matrix._h.spec)
+        if all(s.is_replicated for s in specs):
+            return decompose(func, args, kwargs)
+    return run(cls, func, info_of(func), args, kwargs)
+
+
+@special(aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
+def recurrent(cls: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Whole, but for dropout between the layers, which draws."""
+    dropout, train = args[5], args[6]
+    return decompose(func, args, kwargs) if dropout and train else run(cls, func, info_of(func), args, kwargs)
 
 
 def _decompose(cls: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -364,7 +392,14 @@ def find_special(func: Any) -> Any:
         return _out_variant(functional)
     if func._schema.name not in WHOLE and has_composite_kernel(func):
         return _decompose
-    return None
+    returns = func._schema.returns
+    plain = bool(returns) and not any("Tensor" in str(r.type) for r in returns)
+    return _of_metadata if plain and torch.Tag.data_dependent_output not in func.tags else None
+
+
+def _of_metadata(cls: type, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Operators that return no tensor, ``is_same_size`` for one, and look at sizes and strides alone."""
+    return dispatch.other_device(cls, func, args, kwargs, torch.device("meta"))
 
 
 dispatch.find_special = find_special

@@ -146,7 +146,7 @@ def write_out_attention_backward(
     on_scores = (weights * on_weights * scale).to(query.dtype)
 
     def shared(gradient: torch.Tensor) -> torch.Tensor:
-        return gradient.unflatten(1, (key.shape[1], -1)).sum(2)
+        return gradient.reshape(*key.shape[:2], -1, *key.shape[2:]).sum(2)
 
     on_key = shared(on_scores.transpose(-2, -1) @ query)
     return on_scores @ keys, on_key, shared(weights.to(grad.dtype).transpose(-2, -1) @ grad)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -117,8 +116,8 @@ class Program:
             def target(*a: Any, **k: Any) -> Any:
                 return function(context, *a, **k)
 
-        if any(s.numel and 0 in s.local_shape(position) for s in self._wanted()):
-            target = _quiet(target)
+        if self._makes_nothing(position):
+            target = self._nothing(position)
         self._targets.append((target if target is not op else function_of(op), args, kwargs))
         if all(type(a) is Slot and a.index == i for i, a in enumerate(args)) and not kwargs:
             return lambda tensors, numbers, generator: target(*tensors)
@@ -143,6 +142,24 @@ class Program:
                 *[fill(a, tensors, numbers, generator) for a in args],
                 **{k: fill(v, tensors, numbers, generator) for k, v in kwargs.items()},
             )
+
+        return call
+
+    def _makes_nothing(self, position: int) -> bool:
+        """Whether a device gets only empty pieces of results that have more: operators warn of or refuse empty tensors."""
+        plan = self.plan
+        if plan.dynamic or plan.random or plan.rounds or not plan.results:
+            return False
+        if any(r.same is not None or r.alias for r in plan.results):
+            return False
+        return all(s is not None and s.numel and 0 in s.local_shape(position) for s in self.made)
+
+    def _nothing(self, position: int) -> Callable[..., Any]:
+        forms = [(s.local_shape(position), s.dtype) for s in self.made if s is not None]
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            made = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in forms]
+            return made[0] if len(made) == 1 else made
 
         return call
 
@@ -245,17 +262,6 @@ def _compiles(plan: WirePlan, raw: Any) -> bool:
     return all(r.same is not None for r in plan.results) or (
         isinstance(raw, (list, tuple)) and all(isinstance(x, torch.Tensor) for x in raw)
     )
-
-
-def _quiet(target: Callable[..., Any]) -> Callable[..., Any]:
-    """The call without warnings: torch warns of empty tensors, but this is an empty piece of one that is not."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return target(*args, **kwargs)
-
-    return call
 
 
 _NOTHING: list[tuple[int, ...] | None] = []

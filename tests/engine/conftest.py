@@ -21,8 +21,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Warnings are errors here; what needs worker processes comes last, so that they start once."""
     for item in items:
         if HERE in item.path.parents:
-            item.add_marker(pytest.mark.filterwarnings("error"))
-            item.add_marker(pytest.mark.filterwarnings("ignore::dtorch.client.notices.FallbackWarning"))
+            # First, so that what a test says of itself wins; of two the last one is applied first.
+            item.add_marker(pytest.mark.filterwarnings("ignore::dtorch.client.notices.FallbackWarning"), append=False)
+            item.add_marker(pytest.mark.filterwarnings("error"), append=False)
     items.sort(key=_is_local)
 
 

@@ -52,13 +52,18 @@ def same(got: Any, want: torch.Tensor, placements: Sequence[Any] | None = None) 
     value = full(got)
     assert tuple(got.shape) == tuple(value.shape) == tuple(want.shape)
     assert got.dtype == value.dtype == want.dtype
-    want = want.detach().resolve_conj().resolve_neg()
-    value = value.resolve_conj().resolve_neg()
-    if want.dtype == torch.complex32:  # which torch can hardly compare
-        value, want = value.to(torch.complex64), want.to(torch.complex64)
+    assert equal(value, want), f"{value}\n instead of\n{want}"
+
+
+def equal(value: torch.Tensor, want: torch.Tensor) -> bool:
+    """Every bit the same, where any nan is as good as another."""
+    value, want = value.detach().resolve_conj().resolve_neg(), want.detach().resolve_conj().resolve_neg()
+    if want.dtype == torch.complex32 or want.is_floating_point() and want.dtype.itemsize == 1:
+        wide = torch.complex64 if want.dtype == torch.complex32 else torch.float32  # torch can hardly compare these
+        value, want = value.to(wide), want.to(wide)
     if want.is_floating_point() or want.is_complex():
         value, want = torch.nan_to_num(value, 0.25), torch.nan_to_num(want, 0.25)
-    assert torch.equal(value, want), f"{value}\n instead of\n{want}"
+    return torch.equal(value, want)
 
 
 def close(got: Any, want: torch.Tensor) -> None:

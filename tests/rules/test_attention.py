@@ -112,7 +112,9 @@ def test_encoder_layer(mask: int | None) -> None:
     torch.manual_seed(0)
     layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True).eval()
     x = _x(3, 5, 8)
-    hidden = torch.zeros(5, 5, dtype=torch.bool).triu(1) if mask == 0 else torch.arange(5) >= torch.tensor([[5], [3], [4]])
+    hidden = (
+        torch.zeros(5, 5, dtype=torch.bool).triu(1) if mask == 0 else torch.arange(5) >= torch.tensor([[5], [3], [4]])
+    )
     names = {0: "src_mask", 1: "src_key_padding_mask"}
     for grad in (False, True):
         with torch.set_grad_enabled(grad):

@@ -55,7 +55,9 @@ PAIRS: dict[str, Callable[..., Any]] = {
     "smooth_l1": lambda r: lambda a, b: F.smooth_l1_loss(a, b, reduction=r, beta=0.7),
     "huber": lambda r: lambda a, b: F.huber_loss(a, b, reduction=r, delta=0.5),
     "kl_div": lambda r: lambda a, b: F.kl_div(a, b.sigmoid(), reduction="batchmean" if r == "mean" else r),
-    "binary_cross_entropy": lambda r: lambda a, b: F.binary_cross_entropy(a.sigmoid(), b.detach().sigmoid(), reduction=r),
+    "binary_cross_entropy": lambda r: (
+        lambda a, b: F.binary_cross_entropy(a.sigmoid(), b.detach().sigmoid(), reduction=r)
+    ),
     "with_logits": lambda r: lambda a, b: F.binary_cross_entropy_with_logits(a, b.detach().sigmoid(), reduction=r),
     "soft_margin": lambda r: lambda a, b: F.soft_margin_loss(a, b.detach().sign(), reduction=r),
 }

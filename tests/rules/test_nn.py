@@ -225,7 +225,9 @@ def test_an_index_outside_of_a_cut_vocabulary_is_an_error() -> None:
         F.embedding(spread(torch.tensor([1, 6]), mesh, [Replicate()]), weight).to_torch()
 
 
-def _places(run: Function, values: list[torch.Tensor], placements: list[Any], shape: tuple[int, ...] = (2,)) -> list[Any]:
+def _places(
+    run: Function, values: list[torch.Tensor], placements: list[Any], shape: tuple[int, ...] = (2,)
+) -> list[Any]:
     """Placements of the first result, before anything reads it, and of the gradients."""
     mesh = dtorch.DeviceMesh("cpu", torch.arange(torch.Size(shape).numel()).reshape(shape).tolist())
     given = [spread(v, mesh, p if isinstance(p, list) else [p]) for v, p in zip(values, placements, strict=True)]

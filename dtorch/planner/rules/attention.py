@@ -54,7 +54,11 @@ class _Sides:
     def context(self, ring: str) -> dict[str, Any]:
         """What the rule says of context parallelism, see ``planner.context``."""
         four = len(self.query) == 4
-        return {"sequence": ("row", "column"), "heads": self.batch[-1] if four else None, "ring": ring if four else None}
+        return {
+            "sequence": ("row", "column"),
+            "heads": self.batch[-1] if four else None,
+            "ring": ring if four else None,
+        }
 
     def inputs(self, call: Call) -> list[Labels]:
         """Labels of the tensors of a forward call."""

@@ -1,4 +1,4 @@
-"""Normalisations: softmax, layer, root mean square, group and batch norm; gated linear units, which are cut as softmax."""
+"""Normalisations: softmax, layer, root mean square, group and batch norm; gated linear units, cut as softmax is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cells of recurrent networks: samples are independent, a sample's gates and state belong together."""
+"""Recurrent networks and their cells: samples are independent, a sample's gates and state belong together."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from dtorch.planner.call import Call
-from dtorch.planner.rule import Labels, Rule, rule
+from dtorch.planner.rule import Labels, Rule, replicated, rule
 from dtorch.planner.rules.named import UNLESS_EMPTY, sums
 
 
@@ -23,3 +23,23 @@ def cell(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
 
     inputs = [labels(s.ndim) for s in call.specs]
     return Rule(inputs, [labels(o.ndim) for o in outs], reduce=sums(("n",)), kernel=UNLESS_EMPTY)
+
+
+@rule("aten.lstm.input", "aten.gru.input", "aten.rnn_tanh.input", "aten.rnn_relu.input")
+def network(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
+    """Sequence and states of every sample; the states are (layers, n, features)."""
+    if call.first.ndim != 3:
+        return replicated(call, outs)
+    sequence: Labels = ("n", None, None) if call["batch_first"] else (None, "n", None)
+    states = call.slots["hx"] if isinstance(call.slots["hx"], list) else [call.slots["hx"]]
+    inputs: list[Labels] = [(None,) * s.ndim for s in call.specs]
+    for slot in (0, *states):
+        inputs[slot] = sequence if slot == 0 else (None, "n", None)
+    return Rule(inputs, [sequence, *((None, "n", None) for _ in outs[1:])], kernel=UNLESS_EMPTY)
+
+
+@rule("aten.gru_cell")
+def gru_cell(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
+    """Input and state of every sample."""
+    inputs: list[Labels] = [("n", None) if slot < 2 else (None,) * s.ndim for slot, s in enumerate(call.specs)]
+    return Rule(inputs, [("n", None)], kernel=UNLESS_EMPTY)
