@@ -49,7 +49,7 @@ def __getattr__(name: str) -> Any:
 
 _MISSING = object()
 _SUBPACKAGES = frozenset({
-    "api", "cli", "client", "comm", "controller", "core", "launch", "models", "native", "parallel", "patches",
+    "api", "cli", "client", "comm", "controller", "core", "launch", "models", "native", "nn", "parallel", "patches",
     "planner", "protocol", "worker",
 })
 

@@ -11,13 +11,11 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from . import demo, demo_text, demo_tokenizers
 from .registry import DemoEntry
 
-# The weights depend on this file too, which cannot be imported here because it needs torch.
-_SOURCES = (
-    *(Path(module.__file__) for module in (demo, demo_text, demo_tokenizers)),
-    Path(__file__).with_name("demo_weights.py"),
+# What the bytes of a demo depend on.
+_SOURCES = tuple(
+    Path(__file__).with_name(f"{name}.py") for name in ("demo", "demo_text", "demo_tokenizers", "demo_weights")
 )
 
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from . import flux, llama, sd3
+from . import demo_text, flux, llama_demo, sd3
 from .demo import Part, build_pipeline_folder
-from .demo_text import build_text_folder
 from .errors import ModelInputError
 
 Task = Literal["text-to-image", "text-generation"]
@@ -105,8 +104,8 @@ DEMO_TEXT_MODEL = DemoEntry(
     title="Llama",
     task="text-generation",
     pipeline="transformers.LlamaForCausalLM",
-    demo_parts=llama.DEMO_PARTS,
-    build_demo=build_text_folder,
+    demo_parts=llama_demo.DEMO_PARTS,
+    build_demo=demo_text.build_text_folder,
 )
 
 

@@ -153,7 +153,7 @@ def continue_text(
     return Continuation(streamer.tokens, text, streamer.first_at - start, total)
 
 
-class _Streamer(TextStreamer):  # type: ignore[misc]
+class _Streamer(TextStreamer):
     """Collects the tokens, and hands on the text that they make.
 
     Attributes:

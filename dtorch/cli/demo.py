@@ -23,7 +23,7 @@ def usable_demo(entry: DemoEntry, stages: Stages, check: Callable[[Path], None])
 
     try:
         with stages.stage("build"):
-            folder = demo_folder(entry)
+            folder: Path = demo_folder(entry)
     except OSError as error:
         raise FailureError(
             f"the demo model cannot be written to {cache_folder()} ({error}); set XDG_CACHE_HOME, or pass --model."

@@ -126,7 +126,8 @@ def _answer(model: PlacedModel, turns: list[dict[str, str]]) -> str:
     ids = encode_chat(model.tokenizer, turns)
     made = model.continue_text(ids, model.request(ids), _show)
     typer.echo()
-    return made.text
+    answer: str = made.text
+    return answer
 
 
 def _read_turn() -> str | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,11 +38,16 @@ _NO_KWARGS: dict[str, Any] = {}
 
 
 class Info:
-    """What the key builder needs of an operator: special handling, and where its changing scalars stand."""
+    """What the key builder needs of an operator: special handling, and where its changing scalars stand.
 
-    __slots__ = ("names", "numbers", "special", "writes")
+    Args:
+        kernel: the worker kernel that runs it where its plan asks for no other.
+    """
 
-    def __init__(self, func: Any) -> None:
+    __slots__ = ("kernel", "names", "numbers", "special", "writes")
+
+    def __init__(self, func: Any, kernel: str | None = None) -> None:
+        self.kernel = kernel
         self.special = find_special(func)
         arguments = func._schema.arguments
         shaped = func._schema.name.removeprefix("aten::") in _SHAPED_BY_NUMBERS
@@ -272,6 +278,8 @@ def make_ready(
     if any(s.mesh is not mesh for s in call.specs):
         refuse_mixture(func, tensors_of(cls, args, kwargs))
     plan = make_plan(call, mesh)
+    if info.kernel is not None and plan.kernel is None:
+        plan = replace(plan, kernel=info.kernel)
     if session.config.strict or is_strict():
         refuse_hidden_moves(plan)
     if plan.reduce and replace_reduced(cls, plan, args, kwargs):

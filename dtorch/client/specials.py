@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dtorch.client import aliasing, dispatch
-from dtorch.client.dispatch import SPECIAL, info_of, run
+from dtorch.client.dispatch import SPECIAL, Info, info_of, run
 from dtorch.client.saving import flat_tensor
 from dtorch.client.shadow import lose
 from dtorch.client.wrap import empty, move, moved_spec, put, rewrap, to_host
@@ -359,23 +359,36 @@ WHOLE = frozenset(
 )  # fmt: skip
 
 
+# torch multiplies a stack of matrices by one matrix otherwise if that requires a gradient, even where none is recorded:
+# a stack that is not contiguous is then copied into one matrix, which rounds differently. Workers must be told.
+_of_parameters: dict[Any, Info] = {}
+
+
+def _run_of_parameters(cls: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    info = _of_parameters.get(func)
+    if info is None:
+        info = _of_parameters[func] = Info(func, "of_parameters")
+    return run(cls, func, info, args, kwargs)
+
+
 @special(aten.linear.default, aten.matmul.default)
 def product(cls: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """A stack of matrices times one matrix. Where the stack is not contiguous, torch copies it into one matrix if the
-    other requires a gradient, even if none is recorded: another kernel, with other rounding. Workers do not know."""
+    """A matrix product of any dimensions."""
     stack, matrix = (args[0], args[1]) if args[0].dim() >= args[1].dim() else (args[1], args[0])
-    if stack.dim() > 2 and matrix.requires_grad and not stack.is_contiguous() and type(stack) is type(matrix) is cls:
-        specs = (stack._h.spec, matrix._h.spec)
-        if all(s.is_replicated for s in specs):
-            return decompose(func, args, kwargs)
+    if stack.dim() > 2 and not stack.is_contiguous() and matrix.requires_grad:
+        return _run_of_parameters(cls, func, args, kwargs)
     return run(cls, func, info_of(func), args, kwargs)
 
 
 @special(aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
 def recurrent(cls: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Whole, but for dropout between the layers, which draws."""
-    dropout, train = args[5], args[6]
-    return decompose(func, args, kwargs) if dropout and train else run(cls, func, info_of(func), args, kwargs)
+    """A recurrent network, whole but for dropout between its layers, which draws."""
+    _, _, parameters, _, _, dropout, train, _, _ = args
+    if dropout and train:
+        return decompose(func, args, kwargs)
+    if any(p.requires_grad for p in parameters):
+        return _run_of_parameters(cls, func, args, kwargs)
+    return run(cls, func, info_of(func), args, kwargs)
 
 
 def _decompose(cls: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:

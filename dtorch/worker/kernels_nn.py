@@ -24,6 +24,19 @@ def unless_empty(ctx: Context, *args: Any, **kwargs: Any) -> Any:
     return ctx.nothing(args[0].device) if ctx.is_empty else ctx.run(args, kwargs)
 
 
+@kernel
+def of_parameters(ctx: Context, *args: Any, **kwargs: Any) -> Any:
+    """The operator as torch runs it when matrices and vectors require a gradient, although none is recorded here."""
+
+    def trained(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [trained(v) for v in value]
+        is_parameter = isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() <= 2
+        return value.detach().requires_grad_() if is_parameter else value
+
+    return ctx.run([trained(a) for a in args], kwargs)
+
+
 # -- norms and convolutions ----------------------------------------------------------------------------------------
 @kernel
 def group_norm_piece(ctx: Context, *args: Any, **kwargs: Any) -> Any:

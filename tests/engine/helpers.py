@@ -58,7 +58,7 @@ def same(got: Any, want: torch.Tensor, placements: Sequence[Any] | None = None) 
 def equal(value: torch.Tensor, want: torch.Tensor) -> bool:
     """Every bit the same, where any nan is as good as another."""
     value, want = value.detach().resolve_conj().resolve_neg(), want.detach().resolve_conj().resolve_neg()
-    if want.dtype == torch.complex32 or want.is_floating_point() and want.dtype.itemsize == 1:
+    if want.dtype == torch.complex32 or (want.is_floating_point() and want.dtype.itemsize == 1):
         wide = torch.complex64 if want.dtype == torch.complex32 else torch.float32  # torch can hardly compare these
         value, want = value.to(wide), want.to(wide)
     if want.is_floating_point() or want.is_complex():

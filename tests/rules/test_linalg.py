@@ -75,16 +75,19 @@ SOLVES: dict[str, tuple[Function, tuple[torch.Tensor, ...]]] = {
     "one matrix for all": (torch.linalg.solve, (_square(), _x(5, 3, 2))),
     "one right-hand side": (torch.linalg.solve, (_square(5), _x(3, 2))),
     "solve_triangular": (
-        lambda a, b: torch.linalg.solve_triangular(a.triu(), b, upper=True), (_square(5), _x(1, 3, 7)),
+        lambda a, b: torch.linalg.solve_triangular(a.triu(), b, upper=True),
+        (_square(5), _x(1, 3, 7)),
     ),
     "solve_triangular from the right": (
-        lambda a, b: torch.linalg.solve_triangular(a.tril(), b, upper=False, left=False), (_square(2), _x(2, 5, 3)),
+        lambda a, b: torch.linalg.solve_triangular(a.tril(), b, upper=False, left=False),
+        (_square(2), _x(2, 5, 3)),
     ),
     "triangular_solve": (lambda b, a: torch.triangular_solve(b, a.triu()), (_x(5, 3, 2), _square())),
     "cholesky_solve": (lambda b, a: torch.cholesky_solve(b, torch.linalg.cholesky(a)), (_x(3, 5), _positive(2))),
     "lu_solve": (lambda a, b: torch.linalg.lu_solve(*torch.linalg.lu_factor(a), b), (_square(3), _x(3, 3, 5))),
     "lu_solve one for all": (
-        lambda a, b: torch.linalg.lu_solve(*torch.linalg.lu_factor(a), b, adjoint=True), (_square(), _x(5, 3, 2)),
+        lambda a, b: torch.linalg.lu_solve(*torch.linalg.lu_factor(a), b, adjoint=True),
+        (_square(), _x(5, 3, 2)),
     ),
     "ldl_solve": (lambda a, b: torch.linalg.ldl_solve(*torch.linalg.ldl_factor(a), b), (_positive(3), _x(3, 3, 5))),
     "ormqr": (lambda a, b: torch.ormqr(*torch.geqrf(a), b), (_x(3, 4, 3), _x(3, 4, 5))),
