@@ -17,7 +17,7 @@ from dtorch.client import aliasing, random, shadow
 from dtorch.client.handle import Family, Handle
 from dtorch.client.lower import Ready, encode_plan, mark
 from dtorch.client.notices import is_strict, note_fallback, refuse_hidden_moves
-from dtorch.client.probe import needs_probe, with_strides
+from dtorch.client.probe import as_made, needs_probe
 from dtorch.client.session import Session
 from dtorch.client.sites import caller
 from dtorch.client.wrap import empty, live_shadow, put, reduced, to_host, wrap
@@ -291,7 +291,7 @@ def make_ready(
             return session.send_plan(encode_plan(session, plan, marked, marked_kwargs, numbers + plan.random))
 
     if needs_probe(plan):
-        plan = with_strides(session, plan, ids, send)
+        plan = as_made(session, plan, ids, send)
     code = send(plan)
     alias = next((r.alias for r in plan.results if r.alias is not None and not r.same), None)
     ready = Ready(session, plan, code, cls, alias if is_view(func) else None)

@@ -71,7 +71,8 @@ class _Linear(_Cut):
 
     def extra_repr(self) -> str:
         """Sizes and mesh axes."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, axes={self.axes}"
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
+        return f"{sizes}, bias={self.bias is not None}, axes={self.axes}"
 
 
 class ColumnParallelLinear(_Linear):

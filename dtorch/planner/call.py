@@ -106,7 +106,10 @@ class Call:
 
 
 def draws(call: Call) -> bool:
-    """Whether the call draws random numbers: attention without dropout, and rrelu outside of training, do not."""
+    """Whether the call draws random numbers: attention and recurrent networks without dropout, and rrelu outside of
+    training, do not."""
     if torch.Tag.nondeterministic_seeded not in call.func.tags:
         return False
+    if call.get("dropout") is not None and call.get("train") is not None:  # a recurrent network
+        return bool(call["dropout"] and call["train"])
     return call.get("dropout_p") != 0 and not (call.name == "aten.rrelu_with_noise" and not call["training"])

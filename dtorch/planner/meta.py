@@ -102,12 +102,25 @@ def _grouped_mm(call: Call) -> torch.Tensor:
 
 
 def _corrected(call: Call, result: Any) -> Any:
-    """Shapes that a meta implementation gets wrong: batch norm saves no statistics when it uses the running ones."""
-    saves = ("aten._native_batch_norm_legit_no_training", "aten._native_batch_norm_legit", "aten.native_batch_norm")
-    if call.name in saves and not call.get("training", False):
-        out, mean, deviation = result
-        return out, mean.new_empty(0), deviation.new_empty(0)
-    return result
+    """What a meta implementation says wrongly of norms: sizes and dtypes of the statistics saved for the derivative."""
+    if call.name not in _NORMS:
+        return result
+    out, mean, deviation = result
+    if call.name != "aten.native_layer_norm" and not call.get("training", False):
+        return out, mean.new_empty(0), deviation.new_empty(0)  # it uses the running ones
+    # Meta says single precision, as on CUDA; the CPU keeps half precision unless the weight has more.
+    weight = call.get("weight")
+    same = weight is None or weight.dtype == call.first.dtype
+    dtype = call.first.dtype if same else torch.promote_types(call.first.dtype, torch.float32)
+    return out, mean.to(dtype), deviation.to(dtype)
+
+
+_NORMS = frozenset(
+    f"aten.{n}"
+    for n in (
+        "native_layer_norm", "_native_batch_norm_legit_no_training", "_native_batch_norm_legit", "native_batch_norm",
+    )
+)  # fmt: skip
 
 
 def _depends_on_data(call: Call) -> bool:

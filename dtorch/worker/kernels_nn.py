@@ -34,7 +34,7 @@ def of_parameters(ctx: Context, *args: Any, **kwargs: Any) -> Any:
         is_parameter = isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() <= 2
         return value.detach().requires_grad_() if is_parameter else value
 
-    return ctx.run([trained(a) for a in args], kwargs)
+    return ctx.run(tuple(trained(a) for a in args), kwargs)
 
 
 # -- norms and convolutions ----------------------------------------------------------------------------------------
