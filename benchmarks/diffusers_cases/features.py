@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 import transformers
 
 from dtorch.models.demo_weights import fill
-from dtorch.models.images import copy_out_of_files
+from dtorch.models.weights import copy_out_of_files
 
 from .images import COMMON, SQUARE, flux, images, sd3
 from .pieces import NEGATIVE, PROMPT, WIDTH, picture
@@ -196,6 +197,40 @@ def flux_float16(place: Place) -> Results:
 
 
 @case
+def autocast(place: Place) -> Results:
+    """Matrix products and convolutions in bfloat16, weights in float32."""
+    pipe = place.put(sd15())
+    with torch.autocast(place.device, dtype=torch.bfloat16):
+        return images(pipe, prompt=PROMPT, **SQUARE)
+
+
+@case
+def channels_last(place: Place) -> Results:
+    """Weights and activations in the other memory order."""
+    pipe = place.put(sd15())
+    for part in (pipe.unet, pipe.vae):
+        part.to(memory_format=torch.channels_last)
+    return images(pipe, prompt=PROMPT, **SQUARE)
+
+
+@case
+def textual_inversion(place: Place) -> Results:
+    """A word of the user's own."""
+    pipe = place.put(sd15())
+    pipe.tokenizer = copy.deepcopy(pipe.tokenizer)
+    pipe.load_textual_inversion({"<mine>": noise(1, WIDTH)})
+    return images(pipe, prompt="a photo of <mine>", **SQUARE)
+
+
+@case
+def first_block_cache(place: Place) -> Results:
+    """Blocks are left out while the first one's output hardly changes: a decision, and so a read, in each step."""
+    pipe = place.put(flux())
+    pipe.transformer.enable_cache(diffusers.hooks.FirstBlockCacheConfig(threshold=0.2))
+    return images(pipe, **_SHORT)
+
+
+@case
 def device_generator(place: Place) -> Results:
     """Noise drawn where the model is."""
     pipe = place.put(sd15())
@@ -211,7 +246,8 @@ def saved_and_loaded(place: Place) -> Results:
     with tempfile.TemporaryDirectory() as folder:
         place.put(sd3()).save_pretrained(folder)
         pipe = diffusers.StableDiffusion3Pipeline.from_pretrained(folder, local_files_only=True)
-        copy_out_of_files(pipe)
+        for part in (pipe.text_encoder, pipe.text_encoder_2, pipe.text_encoder_3, pipe.transformer, pipe.vae):
+            copy_out_of_files(part)
     pipe.set_progress_bar_config(disable=True)
     return images(place.put(pipe), **_SHORT)
 
@@ -222,4 +258,13 @@ def model_offload(place: Place) -> Results:
     pipe = sd15()
     if place.device != "cpu":
         pipe.enable_model_cpu_offload(device=place.device)
+    return images(pipe, prompt=PROMPT, **SQUARE)
+
+
+@case
+def sequential_offload(place: Place) -> Results:
+    """The same for each layer."""
+    pipe = sd15()
+    if place.device != "cpu":
+        pipe.enable_sequential_cpu_offload(device=place.device)
     return images(pipe, prompt=PROMPT, **SQUARE)

@@ -120,6 +120,15 @@ def flux_image_to_image(place: Place) -> Results:
 
 
 @case
+def flux_inpaint(place: Place) -> Results:
+    """The part of a picture under a mask is drawn anew."""
+    pipe = place.put(flux(diffusers.FluxInpaintPipeline))
+    return images(
+        pipe, prompt=PROMPT, image=picture(), mask_image=mask(), strength=0.8, max_sequence_length=12, **SQUARE
+    )
+
+
+@case
 def flux_fill(place: Place) -> Results:
     """Mask and masked picture enter the transformer as further channels."""
     masked = 4 * 4 + 4 * 4  # packed latents of the picture, and the mask's pixels, 2 x 2 each for 2 x 2 latents

@@ -10,7 +10,7 @@ from dtorch.models.demo_weights import fill
 
 from .images import SQUARE, images
 from .pieces import NEGATIVE, PROMPT, WIDTH, clip, mask, picture, quiet, unet, vae
-from .registry import Place, Results, case
+from .registry import Place, Results, case, host, seeded
 
 BETAS: dict[str, Any] = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 
@@ -104,3 +104,20 @@ def sdxl_image_to_image(place: Place) -> Results:
     """A picture is noised and drawn over."""
     pipe = place.put(sdxl(diffusers.StableDiffusionXLImg2ImgPipeline))
     return images(pipe, prompt=PROMPT, image=picture(), strength=0.8)
+
+
+@case
+def sdxl_inpaint(place: Place) -> Results:
+    """The part of a picture under a mask is drawn anew."""
+    pipe = place.put(sdxl(diffusers.StableDiffusionXLInpaintPipeline))
+    return images(pipe, prompt=PROMPT, image=picture(), mask_image=mask(), strength=0.9, **SQUARE)
+
+
+@case
+def sdxl_refined(place: Place) -> Results:
+    """One pipeline begins, another one ends."""
+    call = {"prompt": PROMPT, "generator": seeded(), "num_inference_steps": 4}
+    base = place.put(sdxl())
+    latents = base(denoising_end=0.5, output_type="latent", **call, **SQUARE).images
+    refiner = place.put(sdxl(diffusers.StableDiffusionXLImg2ImgPipeline))
+    return [host(refiner(denoising_start=0.5, image=latents, output_type="np", **call).images)]

@@ -85,6 +85,8 @@ def _continue(job: TextJob, prompt: str, check: bool, as_json: bool) -> None:
             request = model.request(ids)
             stages.pause()
             made = model.continue_text(ids, request, _ignore if as_json else _show)
+            if not as_json:
+                typer.echo()  # what is shown next may clear its line
             result = model.report(prompt, ids, request, made)
         if check:
             result = check_tokens(job, result, stages)
@@ -97,7 +99,6 @@ def _print(result: TextResult, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(result)))
         return
-    typer.echo()
     typer.echo(result.summary(), err=True)
     if result.check:
         typer.echo("check: plain transformers gives the same tokens", err=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from dtorch.models import MODELS
+from dtorch.models import DEMO_TEXT_MODEL, MODELS
 from dtorch.models.registry import Sampling
 
 
@@ -15,7 +15,11 @@ def models() -> None:
     for entry in MODELS.values():
         defaults, demo_defaults = _describe(entry.sampling), _describe(entry.demo_sampling)
         table.add_row(entry.name, entry.title, entry.task, entry.pipeline_name, defaults, demo_defaults)
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    console.print(
+        f"dtorch generate runs every causal language model of transformers; its demo is a small {DEMO_TEXT_MODEL.title}."
+    )
 
 
 def _describe(sampling: Sampling) -> str:

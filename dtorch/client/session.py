@@ -20,7 +20,7 @@ import torch
 
 from dtorch.client.errors import remote_error
 from dtorch.client.files import OpenFiles
-from dtorch.client.shared import Arena
+from dtorch.client.shared import Arena, Segment
 from dtorch.client.sites import Sites, thread_of
 from dtorch.core.config import SessionConfig
 from dtorch.core.errors import DtorchError, RemoteError, SessionClosedError, WorkerLostError
@@ -51,7 +51,7 @@ _numbers = itertools.count(1)
 class Request:
     """Something the client waits for: complete when every expected worker has answered."""
 
-    __slots__ = ("callbacks", "done", "error", "expected", "meta", "parts", "refusals")
+    __slots__ = ("callbacks", "done", "error", "expected", "meta", "parts", "refusals", "segment")
 
     def __init__(self, expected: int) -> None:
         self.expected = expected
@@ -61,6 +61,7 @@ class Request:
         self.error: DtorchError | None = None
         self.done = False
         self.callbacks: list[Callable[[], None]] = []
+        self.segment: Segment | None = None  # workers write to it until they have answered, whoever still waits
 
 
 class Session:
@@ -386,11 +387,8 @@ class Session:
         for failure in list(self._failures):
             if failure[0] is cause:
                 self._failures.remove(failure)
-                return cause
-        return type(cause)(
-            f"This value was never made, because of an earlier failure: {cause}", cause.operator, cause.device,
-            cause.site, cause.remote_type, cause.remote_traceback,
-        )  # fmt: skip
+                return cause.again()
+        return cause.again("This value was never made, because of an earlier failure: ")
 
     # -- waiting ----------------------------------------------------------------------------------------------------
     def request(self, expected: int) -> tuple[int, Request]:
@@ -401,9 +399,13 @@ class Session:
         self._requests[number] = request
         return number, request
 
-    def fetch(self, tensor_id: int, spec: TensorSpec, positions: Sequence[int], path: str | None = None) -> Request:
+    def fetch(
+        self, tensor_id: int, spec: TensorSpec, positions: Sequence[int], segment: Segment | None = None
+    ) -> Request:
         """Ask for the pieces at these positions of the mesh, in the reply or in shared memory; flushes."""
         number, request = self.request(len(self.workers_of(spec.mesh)))
+        request.segment = segment
+        path = None if segment is None else segment.path
         self.buf.extend((C.FETCH, number, tensor_id, self.spec_id(spec), list(positions), path))
         self.flush()
         return request
@@ -453,7 +455,7 @@ class Session:
             error, thread = failure
             if thread is None or thread == threading.get_ident() or thread not in {t.ident for t in threading.enumerate()}:
                 self._failures.remove(failure)
-                raise error
+                raise error.again()
 
     # -- the end ----------------------------------------------------------------------------------------------------
     def check_open(self) -> None:

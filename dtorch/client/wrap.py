@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -197,10 +198,11 @@ class Pending:
         self.boxes: dict[Any, int] = {}
         for position in range(h.spec.mesh.size):
             self.boxes.setdefault(h.spec.box(position), position)
-        shared = h.spec.nbytes >= _LARGE_BYTES and self.session.config.shares_memory
-        self.segment = Segment(h.spec.nbytes) if shared else None
-        path = self.segment.path if self.segment is not None else None
-        self.request: Request = self.session.fetch(h.id, h.spec, list(self.boxes.values()), path)
+        self.segment: Segment | None = None
+        if h.spec.nbytes >= _LARGE_BYTES and self.session.config.shares_memory:
+            with suppress(OSError):  # too many descriptors, or no memory: then the value comes in the stream
+                self.segment = Segment(h.spec.nbytes)
+        self.request: Request = self.session.fetch(h.id, h.spec, list(self.boxes.values()), self.segment)
 
     def get(self) -> torch.Tensor:
         """Wait and assemble.

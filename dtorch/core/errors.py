@@ -62,6 +62,12 @@ class RemoteError(DtorchError):
         self.operator, self.device, self.site = operator, device, site
         self.remote_type, self.remote_traceback = remote_type, remote_traceback
 
+    def again(self, before: str = "") -> RemoteError:
+        """The same error, fresh: one that has been raised keeps the tensors of the frames that it went through."""
+        return type(self)(
+            f"{before}{self}", self.operator, self.device, self.site, self.remote_type, self.remote_traceback
+        )
+
 
 class WorkerLostError(DtorchError):
     """A worker ended (killed, crashed or unreachable) while the session still needed what it held."""

@@ -102,11 +102,13 @@ def _grouped_mm(call: Call) -> torch.Tensor:
 
 
 def _corrected(call: Call, result: Any) -> Any:
-    """What a meta implementation says wrongly of norms: sizes and dtypes of the statistics saved for the derivative."""
+    """What meta implementations say wrongly of norms: sizes and dtypes of saved statistics, dtype of a gradient."""
+    if call.name == "aten.native_group_norm_backward" and result[0] is not None:
+        return result[0].to(call.spec("input").dtype), *result[1:]
     if call.name not in _NORMS:
         return result
     out, mean, deviation = result
-    if call.name != "aten.native_layer_norm" and not call.get("training", False):
+    if "batch_norm" in call.name and not call.get("training", False):
         return out, mean.new_empty(0), deviation.new_empty(0)  # it uses the running ones
     # Meta says single precision, as on CUDA; the CPU keeps half precision unless the weight has more.
     weight = call.get("weight")
@@ -118,7 +120,8 @@ def _corrected(call: Call, result: Any) -> Any:
 _NORMS = frozenset(
     f"aten.{n}"
     for n in (
-        "native_layer_norm", "_native_batch_norm_legit_no_training", "_native_batch_norm_legit", "native_batch_norm",
+        "native_layer_norm", "native_group_norm", "native_batch_norm", "_native_batch_norm_legit",
+        "_native_batch_norm_legit_no_training",
     )
 )  # fmt: skip
 

@@ -73,3 +73,17 @@ def test_results_of_unknown_size_from_host_copies(reads: Callable[[], int]) -> N
     assert (schedule == schedule[2]).nonzero().item() == 2
     assert schedule.repeat_interleave(2)[3].item() == 7
     assert reads() == before
+
+
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("norm", ["group", "layer"])
+def test_statistics_of_norms_in_half_precision(norm: str, weights: torch.dtype, reads: Callable[[], int]) -> None:
+    """Their dtype, which only the derivative sees, depends on that of the weights."""
+    seen = []
+    for device in ("cpu", "dtorch"):
+        x = image(2, 8, 4, 4).bfloat16().to(device).requires_grad_()
+        w = image(8).to(weights).to(device).requires_grad_()
+        out = F.group_norm(x, 2, w, w) if norm == "group" else F.layer_norm(x.transpose(1, 3), [8], w, w)
+        out.float().square().sum().backward()
+        seen.append([t.detach().cpu() for t in (out, x.grad, w.grad)])
+    assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
