@@ -161,7 +161,12 @@ def pixart_sigma(place: Place) -> Results:
         )
     )
     return images(
-        place.put(pipe), prompt=PROMPT, clean_caption=False, use_resolution_binning=False, max_sequence_length=12, **SQUARE
+        place.put(pipe),
+        prompt=PROMPT,
+        clean_caption=False,
+        use_resolution_binning=False,
+        max_sequence_length=12,
+        **SQUARE,
     )
 
 
@@ -195,7 +200,12 @@ def sana(place: Place) -> Results:
     )  # fmt: skip
     pipe = place.put(pipe)
     return images(
-        pipe, **_masked_features(place), guidance_scale=4.5, use_resolution_binning=False, negative_prompt=None, **SQUARE
+        pipe,
+        **_masked_features(place),
+        guidance_scale=4.5,
+        use_resolution_binning=False,
+        negative_prompt=None,
+        **SQUARE,
     )
 
 

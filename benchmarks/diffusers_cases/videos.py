@@ -43,9 +43,7 @@ def ltx(place: Place) -> Results:
     pipe = diffusers.LTXPipeline(
         transformer=transformer, vae=autoencoder, scheduler=diffusers.FlowMatchEulerDiscreteScheduler(), **t5()
     )
-    return frames(
-        place.put(quiet(pipe)), prompt=PROMPT, negative_prompt=NEGATIVE, num_frames=9, max_sequence_length=12
-    )
+    return frames(place.put(quiet(pipe)), prompt=PROMPT, negative_prompt=NEGATIVE, num_frames=9, max_sequence_length=12)
 
 
 def _wan(transformer_changes: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -73,9 +71,7 @@ def wan(place: Place) -> Results:
         prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
     )
     pipe = diffusers.WanPipeline(scheduler=scheduler, **text, **_wan())
-    return frames(
-        place.put(quiet(pipe)), prompt=PROMPT, negative_prompt=NEGATIVE, num_frames=5, max_sequence_length=12
-    )
+    return frames(place.put(quiet(pipe)), prompt=PROMPT, negative_prompt=NEGATIVE, num_frames=5, max_sequence_length=12)
 
 
 @case

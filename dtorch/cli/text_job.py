@@ -141,10 +141,10 @@ def placed(job: TextJob, stages: Stages) -> Iterator[PlacedModel]:
     from dtorch.core.config import from_environment
 
     mode = from_environment(mode=job.mode).mode
-    _quiet_library()
-    from dtorch.models.folder import check_text_folder
-    from dtorch.models.text import load_text_model
-
+    with stages.stage("import"):
+        _quiet_library()
+        from dtorch.models.folder import check_text_folder
+        from dtorch.models.text import load_text_model
     folder = job.folder or usable_demo(DEMO_TEXT_MODEL, stages, check_text_folder)
     with stages.stage("load"):
         model, tokenizer = load_text_model(folder, job.dtype)

@@ -53,15 +53,17 @@ class Info:
         shaped = func._schema.name.removeprefix("aten::") in _SHAPED_BY_NUMBERS
         # A command lists tensors before numbers: a number that stands before a tensor belongs to the key instead.
         last = max((i for i, a in enumerate(arguments) if "Tensor" in str(a.type)), default=-1)
+        # The last tensor may be given as a number, as in ``x + 1``.
         numbers = [
             i for i, a in enumerate(arguments)
-            if str(a.type) in ("number", "Optional[number]") and i > last and not shaped
+            if not shaped and (i > last and str(a.type) in _NUMBERS or i == last and str(a.type) == "Tensor")
         ]  # fmt: skip
         self.numbers = frozenset(i for i in numbers if not arguments[i].kwarg_only)
         self.names = frozenset(arguments[i].name for i in numbers)
         self.writes = tuple(i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
 
 
+_NUMBERS = frozenset({"number", "Optional[number]", "List[number]"})  # a list for its real numbers
 # The result's shape, dtype or placements depend on these operators' numbers.
 _SHAPED_BY_NUMBERS = frozenset({"arange", "range", "linspace", "logspace", "histc"})
 _INFO: dict[Any, Info] = {}
@@ -138,7 +140,13 @@ def run(  # noqa: C901  (one loop, kept flat because every operator passes throu
                     ids.append(handle.id)
                 elif tx is int or x is None:
                     add(x)
-                elif tx is float or tx is bool:
+                elif tx is float:
+                    add(tx)
+                    if i in info.numbers:
+                        ids.append(x)
+                    else:
+                        add(x)
+                elif tx is bool:
                     add(tx)
                     add(x)
                 else:

@@ -53,12 +53,17 @@ def create(
     is_random = torch.Tag.nondeterministic_seeded in func.tags
     if generator is not None and not random.is_ours(generator):
         return put(session, func(*args, **kwargs, generator=generator, device="cpu"), mesh, placements)
-    key = (func, mesh, held, torch.get_default_dtype(), repr(args), repr(kwargs))
+    if _few(func._schema.name, args):
+        with torch.no_grad():
+            return put(session, func(*args, **kwargs, device="cpu"), mesh, placements)
+    fill = func._schema.name == "aten::full" and type(args[1]) in (int, float)
+    static: tuple[Any, ...] = (args[0], type(args[1])) if fill else args
+    key = (func, mesh, held, torch.get_default_dtype(), repr(static), repr(kwargs))
     ready = session.plans.get(key)
     if ready is None:
-        ready = session.plans[key] = _plan(session, func, args, kwargs, mesh, held, is_random)
+        ready = session.plans[key] = _plan(session, func, args, kwargs, mesh, held, is_random, fill)
     new = session.ids()
-    operands: list[Any] = []
+    operands: list[Any] = [args[1]] if fill else []
     if is_random:
         operands.append(random.generator_number(session, generator, mesh))
     session.sites.append(caller(sys._getframe(1)))
@@ -74,9 +79,20 @@ def create(
     return out
 
 
+def _few(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether a factory, whose values are its arguments', makes so few elements that sending them beats a plan."""
+    if name == "aten::arange":
+        start, end, step = (0, args[0], 1) if len(args) == 1 else (*args, 1)[:3]
+        return bool(step) and abs(end - start) <= _FEW * abs(step)
+    return name == "aten::scalar_tensor" or name in ("aten::linspace", "aten::logspace") and args[2] <= _FEW
+
+
+_FEW = 1024
+
+
 def _plan(
     session: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: MeshLayout,
-    placements: tuple[Placement, ...], is_random: bool,
+    placements: tuple[Placement, ...], is_random: bool, fill: bool,
 ) -> Ready:  # fmt: skip
     if any(a.name == "generator" for a in func._schema.arguments):
         kwargs = {**kwargs, "generator": None}  # some overloads insist on one, be it None; the command names it
@@ -93,7 +109,7 @@ def _plan(
     elif sharded and not is_random:
         kernel = "cut"
     plan = Plan(call, mesh, (), (), (), (), (Result(spec),), 0, kernel, resize, False, is_random)
-    marked, marked_kwargs, numbers = mark(call, frozenset(), frozenset())
+    marked, marked_kwargs, numbers = mark(call, frozenset(), frozenset({1}) if fill else frozenset())
     if is_random and not any(a.name == "generator" for a in func._schema.arguments):
         marked_kwargs.pop("generator", None)
     code = session.send_plan(encode_plan(session, plan, marked, marked_kwargs, numbers + is_random))

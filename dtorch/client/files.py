@@ -210,7 +210,7 @@ def _is_untouched(low: int, high: int) -> bool:
     with open("/proc/self/pagemap", "rb", buffering=0) as pages:
         pages.seek(first * 8)
         states = numpy.frombuffer(pages.read((last - first + 1) * 8), dtype=numpy.uint64) >> numpy.uint64(61)
-    return len(states) == last - first + 1 and bool(numpy.isin(states, (_ABSENT, _OF_FILE)).all())
+    return len(states) == last - first + 1 and bool(((states == _ABSENT) | (states == _OF_FILE)).all())
 
 
 def _mapping_of(low: int, high: int) -> tuple[str, _Mapping] | None:

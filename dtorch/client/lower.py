@@ -123,7 +123,7 @@ def mark(
         if isinstance(value, TensorSpec):
             return Slot(next(slots))
         if isinstance(value, (list, tuple)):
-            return [convert(v, False) for v in value]
+            return [convert(v, number and type(v) is float) for v in value]
         if isinstance(value, torch.device):
             return DeviceSlot()
         if isinstance(value, torch.Generator):

@@ -16,8 +16,9 @@ from dtorch.protocol import commands as C
 from dtorch.protocol.plans import WirePlan, decode_plan
 from dtorch.protocol.values import decode, decode_spec, dtype_from, dtype_name
 from dtorch.worker.collectives import Collectives
-from dtorch.worker.files import Files, SharedMemory, fresh, slices
+from dtorch.worker.files import Files, SharedMemory, slices
 from dtorch.worker.generators import Generators
+from dtorch.worker.memory import fresh
 from dtorch.worker.program import Poison, Program
 from dtorch.worker.streams import Streams, device_of
 
@@ -46,7 +47,7 @@ class Executor:
         self.streams = Streams(self.device)
         self.collectives = Collectives(index, peers_dir, device=self.device)
         self.generators = Generators(self.device)
-        self.files = Files(file_roots)
+        self.files = Files(file_roots, maps=peers_dir is not None)
         self.meshes: dict[int, MeshLayout] = {}
         self.positions: dict[int, list[int]] = {}
         self.specs: dict[int, TensorSpec] = {}
@@ -334,9 +335,9 @@ class Executor:
         value = self.store.get(tensor_id)
         if here and not isinstance(value, Poison):
             try:
-                if value is None:
-                    value = self.store[tensor_id] = [fresh(spec.local_shape(p), spec, self.device) for p in here]
-                self.files.load(number, offset, dtype_from(dtype), tuple(map(tuple, part)), spec, here, value)
+                self.store[tensor_id] = self.files.load(
+                    number, offset, dtype_from(dtype), tuple(map(tuple, part)), spec, here, self.device, value
+                )
             except Exception as e:
                 self.store[tensor_id] = self._report(serial, f"loading {name}", spec.mesh.id, e, [])
         return i + 7

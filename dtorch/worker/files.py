@@ -1,7 +1,7 @@
 """Values from files and from the client's shared memory: each device's part of them, and nothing more is read.
 
-Files are read with ``pread`` and not mapped: a file that shrinks or a disk that fails is then an error and not the end
-of the process. Shared memory cannot shrink (that is checked), so it is mapped.
+Files are read with ``pread``: a file that shrinks or a disk that fails is then an error and not the end of the process.
+They are mapped only under a lease (``dtorch.worker.mapped``). Shared memory cannot shrink, which is checked.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ import torch
 from dtorch.core.config import check_roots, file_roots
 from dtorch.core.errors import ProtocolError
 from dtorch.core.memory import copy, raw
-from dtorch.core.spec import Box, TensorSpec, box_shape, dense_strides
+from dtorch.core.spec import Box, TensorSpec, box_shape
 from dtorch.core.steps import intersect
+from dtorch.worker.mapped import LeasedFile
+from dtorch.worker.memory import fresh
 
 # Taken when the process starts, and from nobody later: a client must not widen what it may read.
 _ROOTS = file_roots()
 _STAGING_BYTES = 4 << 20  # what is read at a time when it must be converted or cut
+_MAPPED_BYTES = 1 << 20  # smaller parts are read, not mapped
 _SHORT_BYTES = 16 << 10  # shorter runs are read together with what lies between them
-_HUGE_PAGE_BYTES = 2 << 20
 _SHARED_PATH = re.compile(r"/proc/\d+/fd/\d+")
 
 
@@ -86,13 +88,15 @@ class File:
         path: absolute.
         size, mtime_ns: as the client sees them; another file is refused.
         roots: directories below which it must lie, links resolved; ``None`` allows every file.
+        maps: whether it may be mapped.
 
     Raises:
         OSError: it cannot be opened, or is not the one that the client sees.
         PermissionError: it lies below none of the roots.
     """
 
-    def __init__(self, path: str, size: int, mtime_ns: int, roots: Sequence[str] | None) -> None:
+    def __init__(self, path: str, size: int, mtime_ns: int, roots: Sequence[str] | None, maps: bool) -> None:
+        self._leased: LeasedFile | None = None
         self.path, self._seen = path, (size, mtime_ns)
         self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe must not hold us up
         try:
@@ -100,14 +104,29 @@ class File:
             check_roots(os.readlink(f"/proc/self/fd/{self._descriptor}"), roots)
             if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
                 raise OSError(f"{path} is not a regular file")
+            if maps:
+                with contextlib.suppress(OSError, ValueError):  # no lease, or nothing in it to map: it is read
+                    self._leased = LeasedFile(self._descriptor)
             self._check_same()
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Let go of the file; what is mapped of it stays."""
         os.close(self._descriptor)
+        if self._leased is not None:
+            self._leased.close()
+
+    def map(self, offset: int, shape: Sequence[int], dtype: torch.dtype, box: Box) -> torch.Tensor | None:
+        """The box of the tensor at ``offset`` without copying it, if it is large and lies there in one piece."""
+        row = math.prod(shape[1:])
+        count = math.prod(box_shape(box))
+        whole_rows = all(b - a == n for n, (a, b) in zip(shape[1:], box[1:], strict=True))
+        if self._leased is None or not whole_rows or count * dtype.itemsize < _MAPPED_BYTES:
+            return None
+        flat = self._leased.tensor(offset + box[0][0] * row * dtype.itemsize, count, dtype)
+        return None if flat is None else flat.view(box_shape(box))
 
     def _check_same(self) -> None:
         found = os.fstat(self._descriptor)
@@ -174,10 +193,13 @@ class Files:
 
     Args:
         roots: see ``File``; by default those of the process.
+        maps: whether large parts may stay in the file's memory: only in a process of its own, since whoever writes to
+            the file later waits until Python code runs in this one.
     """
 
-    def __init__(self, roots: Sequence[str] | None = None) -> None:
+    def __init__(self, roots: Sequence[str] | None = None, maps: bool = False) -> None:
         self._roots = _ROOTS if roots is None else roots
+        self._maps = maps
         self._sources: dict[int, SharedMemory | File] = {}
 
     def map(self, number: int, path: str) -> None:
@@ -187,7 +209,7 @@ class Files:
     def open(self, number: int, path: str, size: int, mtime_ns: int) -> None:
         """Open a file; see ``File`` for what it raises. A number that is open stays as it is."""
         if number not in self._sources:
-            self._sources[number] = File(path, size, mtime_ns, self._roots)
+            self._sources[number] = File(path, size, mtime_ns, self._roots, self._maps)
 
     def close(self, number: int) -> None:
         """Forget a file; unknown numbers are those that could not be opened."""
@@ -202,32 +224,34 @@ class Files:
 
     def load(
         self, number: int, offset: int, dtype: torch.dtype, part: Box, spec: TensorSpec, positions: Sequence[int],
-        local: Sequence[torch.Tensor],
-    ) -> None:  # fmt: skip
-        """Write what each device holds of ``part`` to its local tensor.
+        device: torch.device, local: list[torch.Tensor] | None,
+    ) -> list[torch.Tensor]:  # fmt: skip
+        """What the devices at these positions hold after ``part`` of the tensor has come.
+
+        Args:
+            number, offset, dtype: where the part lies, and as what.
+            part, spec, positions, device: what is wanted.
+            local: what the devices hold of the parts before; ``None`` for the first.
 
         Raises:
             OSError, ProtocolError: see ``File`` and ``SharedMemory``.
         """
-        source: Source = self._sources[number]
-        for position, out in zip(positions, local, strict=True):
+        source = self._sources[number]
+        shape = box_shape(part)
+        found: list[torch.Tensor] = []
+        for i, position in enumerate(positions):
             held = spec.box(position)
             common = intersect(part, held)
+            out = None if local is None else local[i]
+            if out is None and common == held and isinstance(source, File) and (device.type, dtype) == ("cpu", spec.dtype):
+                out = source.map(offset, shape, dtype, _relative(held, part))
+                common = common if out is None else None
+            if out is None:
+                out = fresh(box_shape(held), spec, device)
             if common is not None:
-                here = slices(_relative(common, held))
-                source.read(offset, box_shape(part), dtype, _relative(common, part), out[here])
-
-
-def fresh(shape: Sequence[int], spec: TensorSpec, device: torch.device) -> torch.Tensor:
-    """Uninitialised memory for a local part: on CPU in huge pages when it is large, which makes filling it 3 times as fast."""
-    stride = dense_strides(shape, spec.shape, spec.stride)
-    nbytes = math.prod(shape) * spec.dtype.itemsize
-    if device.type != "cpu" or nbytes < 2 * _HUGE_PAGE_BYTES:
-        return torch.empty_strided(shape, stride, dtype=spec.dtype, device=device)
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without them
-        memory.madvise(mmap.MADV_HUGEPAGE, 0, nbytes // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES)
-    return torch.frombuffer(memory, dtype=spec.dtype).as_strided(shape, stride)
+                source.read(offset, shape, dtype, _relative(common, part), out[slices(_relative(common, held))])
+            found.append(out)
+        return found
 
 
 def _relative(box: Box, within: Box) -> Box:

@@ -7,7 +7,7 @@ import torch
 
 import dtorch
 from dtorch.core.errors import PlacementError
-from tests.engine.helpers import S0, S1, P, R, both_modes, full, layouts, mesh, same, spread
+from tests.engine.helpers import OPTIONS, S0, S1, P, R, both_modes, full, layouts, mesh, same, spread
 
 CALLS = [
     ("zeros", (3, 5), {}),
@@ -72,7 +72,18 @@ def test_odd_sizes(size):
 
 
 @both_modes
+def test_the_first_mesh_made_is_the_default_one(mode):
+    dtorch.shutdown()
+    dtorch.init(**OPTIONS[mode])
+    first = mesh(2)
+    mesh(3)
+    assert dtorch.zeros(3).device_mesh == first == torch.ones(2).to("dtorch").device_mesh
+
+
+@both_modes
 def test_without_a_mesh_they_are_on_the_default_one(mode):
+    dtorch.shutdown()
+    dtorch.init(**OPTIONS[mode])
     x = dtorch.zeros(3)
     assert x.placements == (R,)
     assert x.device_mesh.size() == 1

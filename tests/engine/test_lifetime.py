@@ -43,26 +43,24 @@ def resident(pid: int) -> int:
     return int(Path(f"/proc/{pid}/status").read_text().split("VmRSS:")[1].split()[0])
 
 
-def steps(on: dtorch.DeviceMesh, count: int) -> float:
-    """A loop that makes and drops tensors of every kind."""
+def steps(on: dtorch.DeviceMesh, count: int) -> None:
+    """A loop that makes and drops tensors; of every kind now and then."""
     x, w = spread(torch.randn(6, 4), on, S0), spread(torch.randn(4, 4), on, R).requires_grad_()
-    last = 0.0
     for i in range(count):
-        y = (x @ w).tanh() * 1
-        z = y[1:4] + i  # views, also copied ones
-        y[0].mul_(0.5)
-        values, _ = z.detach().topk(2)
-        if i % 10 == 0:
-            values.sum().backward() if values.requires_grad else y.sum().backward()
+        y = x * (i + 0.5)
+        y[:, 1].mul_(0.5)
+        if i % 20 == 0:
+            y = (x @ w).tanh()
+            z = y[1:4] + i  # a copied view
+            z[0].mul_(0.5)
+            values, _ = z.detach().topk(2)
+            values.to_torch_async()  # nobody waits for it
+            y.sum().backward()
             w.grad = None
-        if i % 50 == 0:
             dtorch.rand(3, device_mesh=on, placements=[S0])
-            future = values.to_torch_async()
-            if i % 100 == 0:
-                last = future.get().sum().item()
-        if i % 97 == 0:
+        if i % 100 == 0:
             x = spread(torch.randn(6, 4), on, S0)
-    return last
+            assert isinstance(y.sum().item(), float)
 
 
 def test_twenty_thousand_steps(mode):
@@ -216,15 +214,15 @@ def test_dropped_tensors_are_released_while_the_program_idles(mode):
 
 @local_mode
 def test_the_client_does_not_run_away(mode):
-    x = spread(torch.ones(700, 700), mesh(2), R)
+    x = spread(torch.ones(300, 300), mesh(2), R)
     session = graph.current_session()
     most = 0
-    for _ in range(150):
+    for _ in range(60):
         x = (x @ x) * 1e-3
-    for _ in range(40_000):
+    for _ in range(20_000):
         x = x + 0
         most = max(most, session._seq - session._acked)
-    assert most <= 260
+    assert 100 < most <= 260
     dtorch.synchronize()
 
 
@@ -290,11 +288,10 @@ def test_killed(program):
     assert wait_until(lambda: not tagged(process.tag), 10)
 
 
-@pytest.mark.parametrize("group", [True, False], ids=["the whole group", "the program alone"])
-def test_interrupted(program, group):
+def test_interrupted(program):
     process = program("work(60)\n")
     time.sleep(0.5)
-    (os.killpg if group else os.kill)(process.pid, signal.SIGINT)
+    os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=20)
     assert process.returncode not in (0, -signal.SIGKILL, -signal.SIGSEGV, -signal.SIGABRT)
     assert err.count("Traceback (most recent call last)") == 1, err
@@ -314,17 +311,12 @@ def test_an_interrupt_that_the_program_survives(program):
     assert process.returncode == 0
 
 
-@pytest.mark.parametrize(
-    ("text", "code"),
-    [("raise ValueError('mine')\n", 1), ("work(0.3)\nsys.exit(7)\n", 7), ("x = x @ x\nos._exit(3)\n", 3), ("y = x[torch.tensor([999])]\n", 0),
-     ("dtorch.shutdown()\nos.kill(os.getpid(), signal.SIGTERM)\n", -15)],
-    ids=["exception", "exit", "hard exit", "unseen failure", "terminated"],
-)  # fmt: skip
-def test_every_way_to_end(program, text, code):
-    process = program(text)
+def test_an_exception(program):
+    process = program("y = x[torch.tensor([999])]\nraise ValueError('mine')\n")  # and a failure that nobody asked for
     _, err = process.communicate(timeout=30)
-    assert process.returncode == code, err
-    assert err.count("Traceback (most recent call last)") <= (code == 1)
+    assert process.returncode == 1
+    assert err.rstrip().endswith("ValueError: mine")
+    assert err.count("Traceback (most recent call last)") == 1, err
     assert wait_until(lambda: not tagged(process.tag), 10)
 
 
