@@ -152,4 +152,5 @@ def _spread(ids: torch.Tensor, mesh: dtorch.DeviceMesh) -> torch.Tensor:
     where = [dtorch.Shard(cuts[n]) if n in cuts else dtorch.Replicate() for n in names] or [
         dtorch.Replicate()
     ] * mesh.ndim
-    return dtorch.distribute_tensor(ids, mesh, where)
+    spread: torch.Tensor = dtorch.distribute_tensor(ids, mesh, where)
+    return spread

@@ -18,7 +18,7 @@ class _ToDevice(dict[str, Any]):
         super().__init__(state_dict)
         self._device_of = device_of
 
-    def items(self) -> ItemsView[str, Any]:
+    def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
         pairs: Any = ((name, value.to(self._device_of(name))) for name, value in super().items())
         return pairs  # type: ignore[no-any-return]
 

@@ -56,7 +56,7 @@ class Info:
         # The last tensor may be given as a number, as in ``x + 1``.
         numbers = [
             i for i, a in enumerate(arguments)
-            if not shaped and (i > last and str(a.type) in _NUMBERS or i == last and str(a.type) == "Tensor")
+            if not shaped and ((i > last and str(a.type) in _NUMBERS) or (i == last and str(a.type) == "Tensor"))
         ]  # fmt: skip
         self.numbers = frozenset(i for i in numbers if not arguments[i].kwarg_only)
         self.names = frozenset(arguments[i].name for i in numbers)

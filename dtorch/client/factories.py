@@ -84,7 +84,7 @@ def _few(name: str, args: tuple[Any, ...]) -> bool:
     if name == "aten::arange":
         start, end, step = (0, args[0], 1) if len(args) == 1 else (*args, 1)[:3]
         return bool(step) and abs(end - start) <= _FEW * abs(step)
-    return name == "aten::scalar_tensor" or name in ("aten::linspace", "aten::logspace") and args[2] <= _FEW
+    return name == "aten::scalar_tensor" or (name in ("aten::linspace", "aten::logspace") and args[2] <= _FEW)
 
 
 _FEW = 1024

@@ -98,8 +98,8 @@ def _on_lease_break(signum: int, frame: FrameType | None) -> None:
 def _pages(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """The pages of these byte ranges, in runs that do not overlap."""
     found: list[tuple[int, int]] = []
-    for low, high in sorted(ranges):
-        low, high = low // mmap.PAGESIZE * mmap.PAGESIZE, -(-high // mmap.PAGESIZE) * mmap.PAGESIZE
+    for first, last in sorted(ranges):
+        low, high = first // mmap.PAGESIZE * mmap.PAGESIZE, -(-last // mmap.PAGESIZE) * mmap.PAGESIZE
         if found and low <= found[-1][1]:
             found[-1] = found[-1][0], max(high, found[-1][1])
         else:

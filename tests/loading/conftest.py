@@ -64,5 +64,5 @@ def file(values: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Pa
 def equal(got: Any, want: torch.Tensor) -> bool:
     """Same type and bits."""
     got = got.detach().to_torch() if isinstance(got, dtorch.DTensor) else got
-    flat = lambda t: t.contiguous().view(-1).view(torch.uint8) if t.numel() else t.flatten()  # noqa: E731
+    flat = lambda t: t.contiguous().view(-1).view(torch.uint8) if t.numel() else t.flatten()
     return got.dtype == want.dtype and got.shape == want.shape and torch.equal(flat(got), flat(want))

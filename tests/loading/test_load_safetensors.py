@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import dtorch
 from dtorch.client import graph
@@ -35,7 +35,6 @@ def both(name: str, shape: tuple[int, ...]) -> list[Any]:
 def test_values_and_placements(mode, file, values, placements):
     on = mesh(2, 2)
     loaded = load_safetensors(file, on, placements)
-    assert list(loaded) == sorted(loaded, key=list(loaded).index)
     assert set(loaded) == set(values)
     for name, want in values.items():
         wanted = placements(name, tuple(want.shape)) if placements else [R, R]
@@ -61,7 +60,7 @@ def test_placements_by_name(file, values):
     assert loaded["small"].placements == (S0,)
     assert loaded["cube"].placements == (R,)
     with mesh(3):
-        assert load_safetensors(file)["rows"].device_mesh == mesh(3)
+        assert load_safetensors(file)["rows"].device_mesh.devices == (0, 1, 2)
 
 
 @both_modes
@@ -238,4 +237,4 @@ def test_a_file_that_changes_while_it_is_loaded(mode, tmp_path, values):
     files._emit(new, spec, entry, 8, torch.float32, "'rows' from there", (load_safetensors.__code__, 0))
     with pytest.raises(OSError, match=r"loading 'rows' from there failed .* was changed while it was being loaded"):
         dtorch.synchronize()
-    assert equal(load_safetensors(path, on)["rows"].isnan().sum() >= 0, torch.tensor(True))  # and again, as it is now
+    assert equal(load_safetensors(path, on)["rows"], load_file(path)["rows"])  # again, as it is now
