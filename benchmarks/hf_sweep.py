@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from hf_toys import NotRunnableError, build, tensors_of
+from hf_toys import SEED, NotRunnableError, build, tensors_of
 from torch import Tensor
 
 
@@ -62,6 +62,7 @@ def generate(model: Any, inputs: dict[str, Any]) -> Tensor:
     """Six greedy tokens after the inputs."""
     # Some models write into what they are given.
     prompt = {k: v.clone() if isinstance(v, Tensor) else v for k, v in inputs.items() if not k.startswith("decoder_")}
+    torch.manual_seed(SEED)
     tokens: Tensor = model.generate(**prompt, max_new_tokens=6, min_new_tokens=6, do_sample=False)
     return tokens
 
@@ -94,6 +95,7 @@ def compare(model: torch.nn.Module, inputs: dict[str, Any], want: list[Tensor]) 
         except Exception:  # toy sizes do not suit every model's generate: then forward alone is compared
             want_tokens = None
     there = model.to("dtorch")
+    torch.manual_seed(SEED)
     moved = {k: v.to("dtorch") if isinstance(v, Tensor) else v for k, v in inputs.items()}
     wrong = differs([host(t) for t in tensors_of(there(**moved))], want)
     if wrong or want_tokens is None:
