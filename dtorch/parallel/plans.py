@@ -29,6 +29,8 @@ _STYLES: dict[str, str | None] = {
     "embedding_colwise": "hidden",
     "ColwiseParallel": "out",
     "RowwiseParallel": "in",
+    "PackedColwiseParallel": "out",  # of diffusers; packs need no care here, where columns keep their global order
+    "PackedRowwiseParallel": "in",
 }
 
 _OUT = re.compile(

@@ -24,12 +24,13 @@ _MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = _libc.mremap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.mremap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
 _FAILED = ctypes.c_void_p(-1).value
 
 
 class LeasedFile:
-    """A file as memory of this process, shared with the page cache until either side writes.
+    """A file whose parts can be memory of this process, shared with the page cache until either side writes.
 
     Args:
         descriptor: of the file, open for reading only; it may be closed afterwards.
@@ -47,64 +48,62 @@ class LeasedFile:
         try:
             fcntl.fcntl(self._descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
             self._seen = os.fstat(self._descriptor).st_mtime_ns
-            memory = mmap.mmap(self._descriptor, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         except BaseException:
             os.close(self._descriptor)
             raise
-        self._memory: mmap.mmap | None = memory
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        self._used: list[tuple[int, int]] = []
-        # The tensors keep the mapping alive, and the mapping this object with the lease.
-        weakref.finalize(memory, self._release).atexit = False
+        self._open = True
+        self._mappings: dict[int, int] = {}  # address -> bytes
         _leased.add(self)
 
     def tensor(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Elements of the file as a flat tensor; ``None`` when they are misaligned or the lease is gone."""
-        end = offset + count * dtype.itemsize
-        if self._memory is None or offset % dtype.itemsize or end > len(self._memory):
+        """Elements of the file as a flat tensor of its own; ``None`` when that cannot be done."""
+        if not self._open or offset % dtype.itemsize:
             return None
-        self._used.append((offset, end))
-        return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=offset)
+        start = offset // mmap.PAGESIZE * mmap.PAGESIZE
+        length = offset - start + count * dtype.itemsize
+        address = _libc.mmap(None, length, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE, self._descriptor, start)
+        if address == _FAILED:
+            return None
+        self._mappings[address] = length
+        array = (ctypes.c_char * length).from_address(address)  # lives as long as the tensor's memory is used
+        weakref.finalize(array, self._unmap, address, length).atexit = False
+        return torch.frombuffer(array, dtype=dtype, count=count, offset=offset - start)
 
     def close(self) -> None:
         """Give out no more tensors; those there are stay."""
-        self._memory = None
+        self._open = False
+        self._leave()
 
     def surrender(self) -> None:
         """If somebody waits for the lease, move what is in use to memory of our own and give the lease back."""
         if fcntl.fcntl(self._descriptor, fcntl.F_GETLEASE) == fcntl.F_RDLCK:
             return
-        for low, high in _pages(self._used):
-            _replace(self._address + low, high - low)
-        self._memory = None
+        self._open = False
+        for address, length in self._mappings.items():
+            _replace(address, length)
         if os.fstat(self._descriptor).st_mtime_ns != self._seen:
-            _die(f"file {self._descriptor} was changed before the weights that are mapped from it could be saved")
-        _leased.discard(self)
-        fcntl.fcntl(self._descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+            _die("a file was changed before the weights that are mapped from it could be saved")
+        self._mappings.clear()
+        self._leave()
 
-    def _release(self) -> None:
-        _leased.discard(self)
-        os.close(self._descriptor)
+    def _unmap(self, address: int, length: int) -> None:
+        _libc.munmap(address, length)
+        self._mappings.pop(address, None)
+        self._leave()
+
+    def _leave(self) -> None:
+        """Close the file, and give up the lease with that, when nothing of it is mapped or can be."""
+        if not self._open and not self._mappings and self in _leased:
+            _leased.remove(self)
+            os.close(self._descriptor)
 
 
-_leased: weakref.WeakSet[LeasedFile] = weakref.WeakSet()
+_leased: set[LeasedFile] = set()
 
 
 def _on_lease_break(signum: int, frame: FrameType | None) -> None:
     for file in list(_leased):
         file.surrender()
-
-
-def _pages(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The pages of these byte ranges, in runs that do not overlap."""
-    found: list[tuple[int, int]] = []
-    for first, last in sorted(ranges):
-        low, high = first // mmap.PAGESIZE * mmap.PAGESIZE, -(-last // mmap.PAGESIZE) * mmap.PAGESIZE
-        if found and low <= found[-1][1]:
-            found[-1] = found[-1][0], max(high, found[-1][1])
-        else:
-            found.append((low, high))
-    return found
 
 
 def _replace(address: int, nbytes: int) -> None:

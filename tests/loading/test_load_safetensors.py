@@ -226,6 +226,7 @@ def test_a_file_that_changes_while_it_is_loaded(mode, tmp_path, values):
     on = mesh(2)
     files = graph.session_of(on).files
     load_safetensors(path, on)  # the workers have it open
+    dtorch.synchronize()
     stored = os.stat(path)
     entry = next(e for e in files._entries.values() if e.path == str(path))
     with open(path, "r+b") as f:
