@@ -26,6 +26,9 @@ import torch
 from hf_toys import SEED, NotRunnableError, build, tensors_of
 from torch import Tensor
 
+# Draws once from the host's generator and once from the device's; on the CPU these are one.
+LEFT_OUT = frozenset({"vits"})
+
 
 class TooSlowError(Exception):
     """An architecture took longer than allowed."""
@@ -54,7 +57,7 @@ def architectures() -> Iterator[tuple[str, str, Any]]:
     causal = set(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     for task, mapping, cls in tasks:
         for model_type in sorted(getattr(auto, f"{mapping}_MAPPING_NAMES")):
-            if task in ("seq2seq", "speech") or model_type not in causal:
+            if (task in ("seq2seq", "speech", "masked-lm") or model_type not in causal) and model_type not in LEFT_OUT:
                 yield task, model_type, getattr(transformers, cls)
 
 

@@ -1,1 +1,102 @@
-"""Run-time patches of third-party libraries, one module for each library."""
+"""Run-time patches of third-party libraries, one module for each topic of a library.
+
+    dtorch.patches.apply()                       # all that the installed libraries need to choose and fill the mesh
+    dtorch.patches.apply("safetensors-loading")  # this one
+    dtorch.patches.revert()
+
+Most of what the libraries do needs none of them. Those of ``cuda-*`` make torch report a CUDA device; they are for
+programs written for one, which ``dtorch exec`` runs, and are applied by name only.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from importlib.metadata import PackageNotFoundError, version
+
+from .base import Patch, PatchError
+
+__all__ = ["Patch", "PatchError", "apply", "available", "revert"]
+
+# Module -> name of the patch in it, in the order in which they are applied.
+_LIBRARIES = {
+    "safetensors_loading": "SAFETENSORS_LOADING",
+    "accelerate_devices": "ACCELERATE_DEVICES",
+    "transformers_loading": "TRANSFORMERS_LOADING",
+    "transformers_devices": "TRANSFORMERS_DEVICES",
+    "diffusers_loading": "DIFFUSERS_LOADING",
+    "diffusers_devices": "DIFFUSERS_DEVICES",
+}
+_CUDA = {
+    "cuda_devices": "CUDA_DEVICES",
+    "cuda_runtime": "CUDA_RUNTIME",
+    "cuda_streams": "CUDA_STREAMS",
+    "cuda_amp": "CUDA_AMP",
+}
+
+
+def available() -> list[Patch]:
+    """Every patch there is; ``.applied`` tells which are in force. Imports no library but torch."""
+    return [_load(module, name) for module, name in {**_LIBRARIES, **_CUDA}.items()]
+
+
+def apply(*names: str) -> list[Patch]:
+    """Put patches in force, and import the libraries that they change.
+
+    Args:
+        names: which; by default those of every installed library, without the ``cuda-*`` ones. One that does not fit the
+            installed version is then left out, with a warning.
+
+    Returns:
+        The patches in force because of this call, also those that were so before.
+
+    Raises:
+        PatchError: a name that no patch has, or a named patch that does not fit the installed version.
+    """
+    if names:
+        chosen = [_find(name) for name in names]
+        for patch in chosen:
+            patch.apply()
+        return chosen
+    done = []
+    for module, name in _LIBRARIES.items():
+        patch = _load(module, name)
+        if not _installed(patch.library):
+            continue
+        try:
+            patch.apply()
+        except PatchError as e:
+            warnings.warn(str(e), stacklevel=2)
+        else:
+            done.append(patch)
+    return done
+
+
+def revert(*names: str) -> None:
+    """Take patches back, the last applied first; by default all that are in force.
+
+    Raises:
+        PatchError: a name that no patch has.
+    """
+    for patch in reversed([_find(name) for name in names] if names else available()):
+        patch.revert()
+
+
+def _load(module: str, name: str) -> Patch:
+    patch: Patch = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    return patch
+
+
+def _find(name: str) -> Patch:
+    found = {patch.name: patch for patch in available()}
+    if name not in found:
+        raise PatchError(f"There is no patch {name!r}; there are {', '.join(sorted(found))}.")
+    return found[name]
+
+
+def _installed(library: str) -> bool:
+    try:
+        version(library)
+    except PackageNotFoundError:
+        return False
+    return True

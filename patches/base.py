@@ -12,7 +12,22 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
 
+import torch
+
 _MISSING = object()
+
+
+def default_mesh_device() -> torch.device:
+    """The device of the default mesh."""
+    return torch.device("dtorch", torch.get_device_module("dtorch").current_device())
+
+
+def mesh_device(device: Any) -> torch.device | None:
+    """The mesh that a device or its name stands for; ``None`` for every other device."""
+    if not isinstance(device, (str, torch.device)) or not str(device).startswith("dtorch"):
+        return None
+    place = torch.device(device)
+    return default_mesh_device() if place.index is None else place
 
 
 class PatchError(RuntimeError):

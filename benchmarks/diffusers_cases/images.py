@@ -150,8 +150,9 @@ def pixart_sigma(place: Place) -> Results:
     """T5 alone, DPM solver, variance in the output's second half."""
     transformer = fill(
         diffusers.PixArtTransformer2DModel(
-            num_attention_heads=2, attention_head_dim=8, in_channels=4, out_channels=8, num_layers=2, sample_size=SIZE // 2,
-            cross_attention_dim=16, caption_channels=32, patch_size=2, use_additional_conditions=False,
+            num_attention_heads=2, attention_head_dim=8, in_channels=4, out_channels=8, num_layers=2,
+            sample_size=SIZE // 2, cross_attention_dim=16, caption_channels=32, patch_size=2,
+            use_additional_conditions=False,
         ),
         "transformer",
     )  # fmt: skip

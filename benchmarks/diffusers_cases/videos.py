@@ -34,7 +34,8 @@ def ltx(place: Place) -> Results:
         diffusers.AutoencoderKLLTXVideo(
             latent_channels=8, block_out_channels=(8, 8, 8, 8), decoder_block_out_channels=(8, 8, 8, 8),
             layers_per_block=(1, 1, 1, 1, 1), decoder_layers_per_block=(1, 1, 1, 1, 1),
-            spatio_temporal_scaling=(True, True, False, False), decoder_spatio_temporal_scaling=(True, True, False, False),
+            spatio_temporal_scaling=(True, True, False, False),
+            decoder_spatio_temporal_scaling=(True, True, False, False),
             patch_size=1, patch_size_t=1, encoder_causal=True, decoder_causal=False,
         ),
         "vae",
@@ -46,11 +47,11 @@ def ltx(place: Place) -> Results:
     return frames(place.put(quiet(pipe)), prompt=PROMPT, negative_prompt=NEGATIVE, num_frames=9, max_sequence_length=12)
 
 
-def _wan(transformer_changes: dict[str, Any] | None = None) -> dict[str, Any]:
+def _wan() -> dict[str, Any]:
     transformer = diffusers.WanTransformer3DModel(
-        patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=16, out_channels=16, text_dim=32,
-        freq_dim=64, ffn_dim=32, num_layers=2, cross_attn_norm=True, qk_norm="rms_norm_across_heads", rope_max_seq_len=32,
-        **transformer_changes or {},
+        patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=16, out_channels=16,
+        text_dim=32, freq_dim=64, ffn_dim=32, num_layers=2, cross_attn_norm=True,
+        qk_norm="rms_norm_across_heads", rope_max_seq_len=32,
     )  # fmt: skip
     autoencoder = diffusers.AutoencoderKLWan(
         base_dim=3, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True]
@@ -63,8 +64,8 @@ def wan(place: Place) -> Results:
     """Wan: UMT5, complex rotary embeddings, UniPC on flow sigmas."""
     text = t5()
     config = transformers.UMT5Config(
-        d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, feed_forward_proj="gated-gelu", is_encoder_decoder=False,
-        use_cache=False, vocab_size=len(text["tokenizer"]),
+        d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, feed_forward_proj="gated-gelu",
+        is_encoder_decoder=False, use_cache=False, vocab_size=len(text["tokenizer"]),
     )  # fmt: skip
     text["text_encoder"] = fill(transformers.UMT5EncoderModel(config), "text_encoder")
     scheduler = diffusers.UniPCMultistepScheduler(

@@ -52,7 +52,8 @@ def run(
 ) -> None:
     """Draw pictures from text on a mesh of devices.
 
-    The pipeline is diffusers' own, moved onto the mesh as a whole: text encoders, transformer and VAE.
+    The pipeline is diffusers' own. The mesh's axes cut its transformer: dp the pictures and the passes with and without
+    prompt, tp the layers, pp the list of blocks; text encoders and VAE are whole on every device.
     """
     with one_line_errors(debug):
         if guidance is not None and not math.isfinite(guidance):

@@ -13,7 +13,7 @@ from dtorch.client import factories, graph, random
 from dtorch.client.dispatch import dispatch
 from dtorch.client.saving import rebuild, restore
 from dtorch.client.session import MAX_MESHES
-from dtorch.client.specials import copy_, item
+from dtorch.client.specials import copy_, item, written_out_attention
 from dtorch.client.tensor import DTensor
 from dtorch.core import mesh as mesh_module
 from dtorch.core import torch_private
@@ -208,10 +208,11 @@ def _attention(library: torch.library.Library) -> None:
                 DTensor, whole, (), (query, key, value, attn_mask, dropout_p, is_causal),
                 {"scale": scale, "enable_gqa": enable_gqa},
             )  # fmt: skip
-        if dropout_p or not _fusable(query, key, value, attn_mask, enable_gqa):
-            return aten._scaled_dot_product_attention_math.default(
-                query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
-            )[0]
+        fused = torch.backends.cuda.flash_sdp_enabled() and _fusable(query, key, value, attn_mask, enable_gqa)
+        if dropout_p or not fused:
+            return written_out_attention(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(
                 attn_mask.logical_not(), float("-inf")

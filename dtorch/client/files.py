@@ -68,7 +68,7 @@ class OpenFiles:
         self._session = session
         self._numbers = itertools.count(1)  # 0 is the arena
         self._entries: OrderedDict[tuple[int, ...], _Entry] = OrderedDict()
-        self._refused: set[tuple[int, ...]] = set()
+        self._refused: dict[tuple[int, ...], RefusedError] = {}
         self._lock = threading.Lock()
 
     def load(
@@ -143,15 +143,15 @@ class OpenFiles:
             self._entries.move_to_end(key)
             return entry
         if key in self._refused:
-            raise RefusedError(f"the workers cannot read {path}", forbidden=False)
+            raise self._refused[key]
         entry = self._entries.setdefault(key, _Entry(next(self._numbers), path, workers))
         entry.workers = workers
         try:
-            try:
-                check_roots(path, self._session.config.file_roots)
-            except PermissionError as e:
-                raise RefusedError(str(e), forbidden=True) from e
             self._ask(entry, seen)
+        except RefusedError as e:
+            self._drop(key)
+            self._refused[key] = e
+            raise
         except BaseException:
             self._drop(key)
             raise
@@ -161,6 +161,10 @@ class OpenFiles:
 
     def _ask(self, entry: _Entry, seen: os.stat_result) -> None:
         session = self._session
+        try:
+            check_roots(entry.path, session.config.file_roots)
+        except PermissionError as e:
+            raise RefusedError(str(e), forbidden=True) from e
         number, request = session.request(entry.workers)
         session.buf.extend((C.OPEN, number, entry.number, entry.path, seen.st_size, seen.st_mtime_ns))
         session.flush()
@@ -168,7 +172,6 @@ class OpenFiles:
         if request.error is not None:
             raise request.error
         for kind, text in request.refusals:
-            self._refused.add((seen.st_dev, seen.st_ino, seen.st_size, seen.st_mtime_ns))
             raise RefusedError(text, forbidden=kind == "PermissionError" and "outside of the directories" in text)
 
     def _drop(self, key: tuple[int, ...]) -> None:

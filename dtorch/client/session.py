@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 # A batch leaves when the stream holds this many values (about 64 operators), or after _LINGER_S.
 _BATCH_VALUES = 320
 _LINGER_S = 0.002
+# So long after a value turns out to be lost the report of the failure may come.
+_REPORT_S = 2.0
 # While the program computes nothing, this often the workers hear which tensors it has dropped.
 _IDLE_S = 1.0
 # The client runs ahead of the slowest worker by at most this many batches, or bytes of uploads.
@@ -51,7 +53,7 @@ _numbers = itertools.count(1)
 class Request:
     """Something the client waits for: complete when every expected worker has answered."""
 
-    __slots__ = ("callbacks", "done", "error", "expected", "meta", "parts", "refusals", "segment")
+    __slots__ = ("callbacks", "done", "error", "expected", "lost", "meta", "parts", "refusals", "segment")
 
     def __init__(self, expected: int) -> None:
         self.expected = expected
@@ -59,6 +61,7 @@ class Request:
         self.meta: Any = None
         self.refusals: list[list[str]] = []
         self.error: DtorchError | None = None
+        self.lost: list[Any] | None = None  # serial of the failed operator, and what the worker knows of it
         self.done = False
         self.callbacks: list[Callable[[], None]] = []
         self.segment: Segment | None = None  # workers write to it until they have answered, whoever still waits
@@ -355,8 +358,7 @@ class Session:
             request.expected -= 1
         else:
             _, _, _, positions, lost = header
-            if lost is not None and request.error is None:
-                request.error = self._lost(*lost)
+            request.lost = request.lost or lost
             for position, data in zip(positions, frames[1:], strict=True):
                 request.parts[position] = memoryview(data)
             request.expected -= 1
@@ -381,6 +383,10 @@ class Session:
                 self._by_serial.pop(next(iter(self._by_serial)))
 
     def _lost(self, serial: int, text: str) -> DtorchError:
+        deadline = time.monotonic() + _REPORT_S
+        while serial not in self._by_serial and serial >= 0 and time.monotonic() < deadline:
+            with self.lock:  # the report of the worker that failed may come after the word of one that it told
+                self._drain(0.01)
         cause = self._by_serial.get(serial)
         if cause is None:
             return RemoteError(f"This value was never made: {text}.")
@@ -447,6 +453,8 @@ class Session:
         self.wait(request, None)
         if request.error is not None:
             raise request.error
+        if request.lost is not None:
+            raise self._lost(*request.lost)
         self.raise_failure()
 
     def raise_failure(self) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dtorch.core.memory import copy
+from dtorch.core.memory import copy, map_pages, tensor_at
 from dtorch.core.spec import Box, TensorSpec
 from dtorch.protocol import commands as C
 from dtorch.protocol.values import dtype_name
@@ -40,6 +40,7 @@ class Segment:
 
     def __init__(self, nbytes: int) -> None:
         self._descriptor = os.memfd_create("dtorch", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._nbytes = nbytes
         os.ftruncate(self._descriptor, nbytes)
         # Workers map only what cannot shrink under them.
         fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
@@ -47,8 +48,7 @@ class Segment:
 
     def bytes(self, flags: int) -> torch.Tensor:
         """All of it, mapped with ``mmap.MAP_SHARED`` or ``MAP_PRIVATE``; holds the memory by itself."""
-        memory = mmap.mmap(self._descriptor, 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-        return torch.frombuffer(memory, dtype=torch.uint8)
+        return tensor_at(map_pages(self._nbytes, flags, self._descriptor), self._nbytes)
 
     def close(self) -> None:
         """Let go of the descriptor; mappings stay. Idempotent."""

@@ -380,6 +380,24 @@ def product(cls: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
     return run(cls, func, info_of(func), args, kwargs)
 
 
+@special(aten.scaled_dot_product_attention.default)
+def attention(cls: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Attention, whole unless the program has switched the fused kernel off (``torch.nn.attention.sdpa_kernel``)."""
+    if torch.backends.cuda.flash_sdp_enabled():  # not only of CUDA, in spite of its name
+        return run(cls, func, info_of(func), args, kwargs)
+    return written_out_attention(*args, **kwargs)
+
+
+def written_out_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
+) -> Any:  # fmt: skip
+    """Attention by its parts, as torch's own form of it."""
+    return aten._scaled_dot_product_attention_math.default(
+        query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+    )[0]
+
+
 @special(aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
 def recurrent(cls: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """A recurrent network, whole but for dropout between its layers, which draws."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -12,8 +13,18 @@ from torch.distributed.device_mesh import DeviceMesh as _TorchDeviceMesh
 from dtorch.core.errors import PlacementError, refuse
 from dtorch.core.spec import MeshLayout
 
-# The meshes of the ``with mesh:`` blocks around, each with what is torch's current device outside of its block.
-_default: ContextVar[tuple[tuple[DeviceMesh, Any], ...]] = ContextVar("dtorch_default_mesh", default=())
+# The meshes of the ``with mesh:`` blocks around.
+_default: ContextVar[tuple[DeviceMesh, ...]] = ContextVar("dtorch_default_mesh", default=())
+
+
+class _Blocks(threading.local):
+    """The ``with mesh:`` blocks of a thread: torch's current device is the thread's, whichever of its tasks runs."""
+
+    open = 0
+    before: Any = None  # torch's current device outside of all of them
+
+
+_blocks = _Blocks()
 
 # The first mesh that the program made: the default one where no ``with mesh:`` is active.
 _first: list[DeviceMesh] = []
@@ -158,13 +169,21 @@ class DeviceMesh(_TorchDeviceMesh):
 
     # -- default mesh -----------------------------------------------------------------------------------------------
     def __enter__(self) -> DeviceMesh:
-        _default.set((*_default.get(), (self, enter_device(self))))
+        before = enter_device(self)
+        if not _blocks.open:
+            _blocks.before = before
+        _blocks.open += 1
+        _default.set((*_default.get(), self))
         return self
 
     def __exit__(self, *exc: object) -> None:
-        *outer, (_, before) = _default.get()
-        _default.set(tuple(outer))
-        leave_device(before)
+        outer = _default.get()[:-1]
+        _default.set(outer)
+        _blocks.open -= 1
+        if outer:
+            enter_device(outer[-1])
+        else:
+            leave_device(_blocks.before)
 
     def __iter__(self) -> Iterator[Any]:
         raise TypeError("A DeviceMesh is not iterable; use mesh.unbind(axis) or mesh.devices.")
@@ -177,7 +196,7 @@ def _rebuild(device_type: str, grid: Any, names: tuple[str, ...] | None) -> Devi
 def current_mesh() -> DeviceMesh | None:
     """The mesh of the innermost ``with mesh:``, or ``None``."""
     stack = _default.get()
-    return stack[-1][0] if stack else None
+    return stack[-1] if stack else None
 
 
 KINDS = ("dp", "tp", "pp", "ulysses_cp", "ulysess_cp", "ring_cp", "ep")
@@ -204,6 +223,7 @@ def first_mesh() -> DeviceMesh | None:
 def forget_first_mesh() -> None:
     """The next mesh made becomes the default; at the end of all sessions."""
     _first.clear()
+    leave_device(0)
 
 
 def init_device_mesh(

@@ -13,6 +13,7 @@ Inside, dimensions stand in memory order (outermost first), so every dense local
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -133,6 +134,12 @@ class Collectives:
     ) -> None:
         self.index, self.device = index, torch.device(device)
         self.groups = Groups(index, peers_dir, timeout_s, self.device, hostname)
+        self._words = self.groups
+        if self.device.type != "cpu":  # words are for the host: they must not wait for a device
+            directory = None if peers_dir is None else os.path.join(peers_dir, "words")
+            if directory is not None:
+                os.makedirs(directory, exist_ok=True)
+            self._words = Groups(index, directory, timeout_s, torch.device("cpu"), hostname)
         self._native = self.device.type != "cpu" if native is None else native
         self._workers: dict[int, tuple[int, ...]] = {}
         self._program: Callable[[Step], _Program] = lru_cache(maxsize=8192)(self._compile)
@@ -179,13 +186,38 @@ class Collectives:
             outs = self._reduce(program, inputs) if program.reductions else self._copy(program, inputs)
             return [t.as_strided(*layout) for t, layout in zip(outs, program.results, strict=True)]
 
+    def tell(self, step: Step, word: int) -> int:
+        """Ahead of a move between meshes, tell those that get data about the state of those that give it.
+
+        Args:
+            step: as for `run`.
+            word: this worker's; 0 when there is nothing to say.
+
+        Returns:
+            The largest word among the givers and this worker.
+
+        Raises:
+            CommError: as `run`.
+        """
+        workers = self._program(step).copies[0].workers
+        if not workers:
+            return word
+        givers, takers = {*self.hosts(step.src.mesh)}, {*self.hosts(step.dst.mesh)}
+        others = takers - {self.index} if self.index in givers else set()
+        sends = dict.fromkeys(others, torch.tensor([word]))
+        receives = dict.fromkeys(givers - {self.index}, 1) if self.index in takers else {}
+        came = self._words.exchange(workers, sends, receives, torch.int64, "a word ahead of a move")
+        return max(word, *(int(found) for found in came.values()), 0)
+
     def reset(self, generation: int) -> None:
         """Leave all process groups, also failed ones; those of the new generation are formed when first needed."""
         self.groups.reset(generation)
+        self._words.reset(generation)
 
     def close(self) -> None:
         """Leave all process groups."""
         self.groups.close()
+        self._words.close()
 
     # -- making programs --------------------------------------------------------------------------------------------
     def _compile(self, step: Step) -> _Program:

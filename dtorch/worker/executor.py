@@ -117,6 +117,9 @@ class Executor:
         inputs = [self._value(x, spec, poison) for x, spec in zip(ids, plan.slots, strict=True)]
         for slot, steps in plan.moves:
             for step in steps:
+                if step.kind == "move" and (self.positions[step.src.mesh.id] or self.positions[step.dst.mesh.id]):
+                    lost = self.collectives.tell(step, 0 if poison is None else poison.serial + 1)
+                    poison = Poison(lost - 1, "an operator on another worker failed") if lost and not poison else poison
                 inputs[slot] = self._step(step, inputs[slot])
         if poison is not None:
             self._keep_up(program, inputs)

@@ -21,7 +21,7 @@ import torch
 
 from dtorch.core.config import check_roots, file_roots
 from dtorch.core.errors import ProtocolError
-from dtorch.core.memory import copy, raw
+from dtorch.core.memory import copy, map_pages, raw, tensor_at
 from dtorch.core.spec import Box, TensorSpec, box_shape
 from dtorch.core.steps import intersect
 from dtorch.worker.mapped import LeasedFile
@@ -60,7 +60,8 @@ class SharedMemory:
                 raise ProtocolError(f"{path!r} names no shared memory") from e
             if not seals & fcntl.F_SEAL_SHRINK:
                 raise ProtocolError(f"the shared memory {path!r} could shrink while it is used")
-            self._bytes = torch.frombuffer(mmap.mmap(descriptor, 0), dtype=torch.uint8)
+            length = os.fstat(descriptor).st_size
+            self._bytes = tensor_at(map_pages(length, mmap.MAP_SHARED, descriptor), length)
         finally:
             os.close(descriptor)
 

@@ -1,32 +1,27 @@
 """Weights that stay in the page cache: a file mapped privately, and safe from whoever writes to the file later.
 
 The kernel's read lease tells before somebody else opens the file for writing or cuts it, and holds them up meanwhile:
-then what is in use is copied to memory of our own at the same addresses, and the lease is given back. Where there is no
-lease, nothing is mapped.
+then what is in use is copied to memory of our own at the same addresses, and the lease is given back. Private pages that
+were written to would not do: cutting the file takes them away as well. Where there is no lease, nothing is mapped.
 """
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import mmap
 import os
 import signal
+import struct
 import sys
 import threading
-import weakref
 from types import FrameType
 from typing import NoReturn
 
 import torch
 
-_MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = _libc.mremap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
-_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_libc.mremap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
-_FAILED = ctypes.c_void_p(-1).value
+from dtorch.core.memory import map_pages, replace_pages, tensor_at, unmap_pages
+
+_F_SETOWN_EX, _F_OWNER_TID = 15, 0  # fcntl.h
 
 
 class LeasedFile:
@@ -46,6 +41,9 @@ class LeasedFile:
         signal.signal(signal.SIGIO, _on_lease_break)  # before there can be one, which would end the process
         self._descriptor = os.dup(descriptor)
         try:
+            # Another thread would take the signal without waking this one.
+            owner = struct.pack("ii", _F_OWNER_TID, threading.get_native_id())
+            fcntl.fcntl(self._descriptor, _F_SETOWN_EX, owner)
             fcntl.fcntl(self._descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
             self._seen = os.fstat(self._descriptor).st_mtime_ns
         except BaseException:
@@ -56,18 +54,18 @@ class LeasedFile:
         _leased.add(self)
 
     def tensor(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Elements of the file as a flat tensor of its own; ``None`` when that cannot be done."""
+        """Elements of the file as a flat tensor of its own; ``None`` when they are misaligned or the lease is gone.
+
+        Raises:
+            OSError: the kernel maps no more.
+        """
         if not self._open or offset % dtype.itemsize:
             return None
         start = offset // mmap.PAGESIZE * mmap.PAGESIZE
         length = offset - start + count * dtype.itemsize
-        address = _libc.mmap(None, length, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE, self._descriptor, start)
-        if address == _FAILED:
-            return None
+        address = map_pages(length, mmap.MAP_PRIVATE, self._descriptor, start)
         self._mappings[address] = length
-        array = (ctypes.c_char * length).from_address(address)  # lives as long as the tensor's memory is used
-        weakref.finalize(array, self._unmap, address, length).atexit = False
-        return torch.frombuffer(array, dtype=dtype, count=count, offset=offset - start)
+        return tensor_at(address, length, self._unmap)[offset - start :].view(dtype)
 
     def close(self) -> None:
         """Give out no more tensors; those there are stay."""
@@ -80,15 +78,16 @@ class LeasedFile:
             return
         self._open = False
         for address, length in self._mappings.items():
-            _replace(address, length)
+            replace_pages(address, length)
         if os.fstat(self._descriptor).st_mtime_ns != self._seen:
-            _die("a file was changed before the weights that are mapped from it could be saved")
+            raise OSError("a file was changed before the weights that are mapped from it could be saved")
+        fcntl.fcntl(self._descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
         self._mappings.clear()
         self._leave()
 
     def _unmap(self, address: int, length: int) -> None:
-        _libc.munmap(address, length)
         self._mappings.pop(address, None)
+        unmap_pages(address, length)
         self._leave()
 
     def _leave(self) -> None:
@@ -102,24 +101,14 @@ _leased: set[LeasedFile] = set()
 
 
 def _on_lease_break(signum: int, frame: FrameType | None) -> None:
-    for file in list(_leased):
-        file.surrender()
-
-
-def _replace(address: int, nbytes: int) -> None:
-    """Put anonymous memory with the same contents in the place of a mapping.
-
-    Private pages that were written to would not do: cutting the file takes them away as well.
-    """
-    copy = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
-    if copy == _FAILED:
-        _die(f"there is no memory for {nbytes} bytes of weights whose file is about to be changed")
-    ctypes.memmove(copy, address, nbytes)
-    if _libc.mremap(copy, nbytes, nbytes, _MREMAP_MAYMOVE | _MREMAP_FIXED, address) != address:
-        _die(f"mremap of {nbytes} bytes failed: {os.strerror(ctypes.get_errno())}")
+    try:
+        for file in list(_leased):
+            file.surrender()
+    except OSError as e:
+        _die(str(e))
 
 
 def _die(why: str) -> NoReturn:
-    """End the worker: its weights cannot be trusted, and an exception could be taken for that of an operator."""
+    """End the worker: its weights cannot be trusted, and an exception here would be taken for that of an operator."""
     print(f"dtorch worker {os.getpid()}: {why}", file=sys.stderr, flush=True)
     os._exit(1)

@@ -6,19 +6,18 @@ have the same sizes, so large blocks are kept for the next value of the size.
 
 from __future__ import annotations
 
-import ctypes
 import math
 import mmap
-import weakref
 from collections.abc import Sequence
 
 import torch
 
+from dtorch.core.memory import map_pages, offer_pages, tensor_at, unmap_pages
 from dtorch.core.spec import TensorSpec, dense_strides
 
 _LARGE_BYTES = 1 << 20
 _MOST_SPARE_BYTES = 1 << 30
-_spare: list[mmap.mmap] = []  # the longest unused first
+_spare: list[tuple[int, int]] = []  # bytes and address, the longest unused first
 
 
 def fresh(shape: Sequence[int], spec: TensorSpec, device: torch.device) -> torch.Tensor:
@@ -27,18 +26,18 @@ def fresh(shape: Sequence[int], spec: TensorSpec, device: torch.device) -> torch
     nbytes = math.prod(shape) * spec.dtype.itemsize
     if device.type != "cpu" or nbytes < _LARGE_BYTES:
         return torch.empty_strided(shape, stride, dtype=spec.dtype, device=device)
-    block = next((b for b in _spare if len(b) == nbytes), None)
+    block = next((b for b in _spare if b[0] == nbytes), None)
     if block is None:
-        block = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        address = map_pages(nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     else:
         _spare.remove(block)
-    array = (ctypes.c_char * nbytes).from_buffer(block)  # lives as long as the tensor's memory is used
-    weakref.finalize(array, _keep, block).atexit = False
-    return torch.frombuffer(array, dtype=spec.dtype).as_strided(shape, stride)
+        address = block[1]
+    return tensor_at(address, nbytes, _keep).view(spec.dtype).as_strided(shape, stride)
 
 
-def _keep(block: mmap.mmap) -> None:
-    block.madvise(mmap.MADV_FREE)  # the kernel may take the pages back when it is short of memory
-    _spare.append(block)
-    while sum(map(len, _spare)) > _MOST_SPARE_BYTES:
-        _spare.pop(0)
+def _keep(address: int, nbytes: int) -> None:
+    offer_pages(address, nbytes)
+    _spare.append((nbytes, address))
+    while sum(n for n, _ in _spare) > _MOST_SPARE_BYTES:
+        n, unused = _spare.pop(0)
+        unmap_pages(unused, n)

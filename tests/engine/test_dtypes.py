@@ -217,7 +217,7 @@ def test_binary(data):
     other = shape
     if name in ("add", "mul", "maximum", "lt", "eq", "where", "copy") and shape:
         other = data.draw(st.sampled_from([shape, shape[1:], (*shape[:-1], 1), (1, *shape[1:]), ()]), "second shape")
-    assume(not (name == "matmul" and torch.float16 in (a, b)))  # rounds in another order
+    assume(name != "matmul" or a == b != torch.float16)  # half precision rounds in another order
     where = [data.draw(placements(len(s), len(size)), "placements") for s in (shape, other)]
     agree(BINARY[name], [sample(shape, a), sample(other, b, 1)], mesh(*size), where)
 

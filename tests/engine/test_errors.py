@@ -132,6 +132,17 @@ def test_a_failure_on_one_device_alone(mode):
 
 
 @both_modes
+def test_what_is_lost_stays_lost_on_other_meshes(mode):
+    x = torch.ones(4, 3)
+    for source, target in ((mesh(1), mesh(1, first=1)), (mesh(1), mesh(2)), (mesh(2), mesh(1, first=3)), (mesh(2), mesh(2, 2))):
+        lost = spread(x, source, R)[FAR].redistribute(target, [R] * target.ndim) * 2 + 5
+        for _ in range(3):
+            with pytest.raises(IndexError, match="index 9"):
+                lost.to_torch()
+        same(spread(x, source, R).redistribute(target, [R] * target.ndim) * 2, 2 * x)
+
+
+@both_modes
 def test_small_host_tensors_fail_once_as_well(mode):
     d = spread(torch.arange(4), mesh(2), R)
     with pytest.raises(IndexError, match="index 9"):

@@ -75,8 +75,8 @@ def test_odd_sizes(size):
 def test_the_first_mesh_made_is_the_default_one(mode):
     dtorch.shutdown()
     dtorch.init(**OPTIONS[mode])
-    first = mesh(2)
-    mesh(3)
+    first = dtorch.DeviceMesh("cpu", [0, 1])
+    dtorch.DeviceMesh("cpu", [0, 1, 2])
     assert dtorch.zeros(3).device_mesh == first == torch.ones(2).to("dtorch").device_mesh
 
 

@@ -227,15 +227,16 @@ def test_a_file_that_changes_while_it_is_loaded(mode, tmp_path, values):
     files = graph.session_of(on).files
     load_safetensors(path, on)  # the workers have it open
     dtorch.synchronize()
-    stored = os.stat(path)
-    entry = next(e for e in files._entries.values() if e.path == str(path))
-    with open(path, "r+b") as f:
-        f.seek(1000)
-        f.write(b"changed")
-    os.utime(path, ns=(stored.st_atime_ns, stored.st_mtime_ns + 1000))
     session, spec = graph.session_of(on), dtorch.zeros(700, 501, device_mesh=on, placements=[S1])._h.spec
-    new = session.ids()
-    files._emit(new, spec, entry, 8, torch.float32, "'rows' from there", (load_safetensors.__code__, 0))
+    with files._lock:  # so that it stays open
+        entry = files._opened(str(path))
+        stored = os.stat(path)
+        with open(path, "r+b") as f:
+            f.seek(1000)
+            f.write(b"changed")
+        os.utime(path, ns=(stored.st_atime_ns, stored.st_mtime_ns + 1000))
+        where = load_safetensors.__code__, 0
+        files._emit(session.ids(), spec, entry, 8, torch.float32, "'rows' from there", where)
     with pytest.raises(OSError, match=r"loading 'rows' from there failed .* was changed while it was being loaded"):
         dtorch.synchronize()
     assert equal(load_safetensors(path, on)["rows"], load_file(path)["rows"])  # again, as it is now
