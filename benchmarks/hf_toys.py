@@ -36,7 +36,8 @@ _SIZES = {
     "num_key_value_heads": 2, "head_dim": 16, "d_kv": 16, "d_head": 16, "moe_intermediate_size": 32,
     "num_experts_per_tok": 2, "vocab_size": 320, "max_position_embeddings": 128, "image_size": 32, "patch_size": 8,
     "num_mel_bins": 16, "max_source_positions": 32, "max_target_positions": 64,
-    "vision_feature_layer": -1, "image_embedding_size": 4,
+    "vision_feature_layer": -1, "image_embedding_size": 4, "q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16, "v_head_dim": 16, "n_group": 1, "topk_group": 1,
 }  # fmt: skip
 
 
@@ -71,6 +72,9 @@ def _shrink(config: Any, sizes: dict[str, int]) -> None:
             with contextlib.suppress(Exception):
                 setattr(config, key, (kinds * 2)[: max(2, len(kinds))])
                 config.num_hidden_layers = len(getattr(config, key))
+    if sizes is not _LAYERS and getattr(config, "kv_lora_rank", None):  # every head has its own key and value
+        config.num_key_value_heads = config.num_attention_heads
+        config.qk_head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
     if hasattr(config, "vision_feature_layers"):
         config.vision_feature_layers = [-1, -2]
     if hasattr(config, "image_grid_pinpoints"):

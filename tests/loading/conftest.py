@@ -14,6 +14,19 @@ import dtorch
 from tests.engine.conftest import start
 
 
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What needs worker processes comes last, so that they start once."""
+    items.sort(key=_is_local)
+
+
+def _is_local(item: pytest.Item) -> bool:
+    spec = getattr(item, "callspec", None)
+    return HERE in item.path.parents and spec is not None and spec.params.get("mode") == "local"
+
+
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> Iterator[None]:
     """torch sums in another order with several threads; workers have one here."""

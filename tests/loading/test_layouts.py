@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +56,7 @@ def other(config: LlamaConfig) -> Any:
 
 
 @pytest.fixture(scope="module")
-def written(source: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def written(source: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model saved in every way under every layout."""
     folder = tmp_path_factory.mktemp("layouts")
     start("inline")
@@ -68,7 +67,7 @@ def written(source: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
         save_file(model.state_dict(), here / "state.safetensors")
         save_model(model, str(here / "whole.safetensors"))
         torch.save(model.state_dict(), here / "state.pt")
-    yield folder
+    return folder
 
 
 def check(model: Any, source: Any) -> None:

@@ -80,12 +80,12 @@ def test_the_default_mesh_is_meant(folder, source):
 
 
 @pytest.fixture
-def empty_session(mode: str) -> Iterator[Any]:
+def empty_session(mode: str) -> Any:
     dtorch.shutdown()
     dtorch.init(mode="inline")
     mesh(1)
     torch.zeros(1, device="dtorch")
-    yield graph.current_session().link._executor.store  # type: ignore[attr-defined]
+    return graph.current_session().link._executor.store  # type: ignore[attr-defined]
 
 
 def test_a_damaged_file(empty_session, folder):

@@ -146,7 +146,7 @@ def test_a_killed_program_leaves_nothing(mode, tmp_path):
 
 # -- memory of files -------------------------------------------------------------------------------------------------
 @pytest.fixture
-def loads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The files that workers were told to read, one entry a tensor."""
     seen: list[str] = []
     emit = OpenFiles._emit
