@@ -13,7 +13,6 @@ from safetensors.torch import save_file
 import dtorch
 from tests.engine.conftest import start
 
-
 HERE = Path(__file__).parent
 
 
