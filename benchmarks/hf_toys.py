@@ -37,7 +37,7 @@ _SIZES = {
     "num_experts_per_tok": 2, "vocab_size": 320, "max_position_embeddings": 128, "image_size": 32, "patch_size": 8,
     "num_mel_bins": 16, "max_source_positions": 32, "max_target_positions": 64,
     "vision_feature_layer": -1, "image_embedding_size": 4, "q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 16, "v_head_dim": 16, "n_group": 1, "topk_group": 1,
+    "qk_rope_head_dim": 16, "v_head_dim": 16, "n_group": 1, "topk_group": 1, "num_pos_feats": 32,
 }  # fmt: skip
 
 

@@ -221,8 +221,10 @@ def first_mesh() -> DeviceMesh | None:
 
 
 def forget_first_mesh() -> None:
-    """The next mesh made becomes the default; at the end of all sessions."""
+    """The next mesh made becomes the default, and torch's current device the first one; at the end of all sessions."""
     _first.clear()
+    if not _default.get():
+        leave_device(0)
     leave_device(0)
 
 

@@ -13,7 +13,7 @@ import torch
 
 from .toys import generate, moved, on_mesh, prompt, same, toy
 
-CAUSAL = ("llama", "qwen3", "gpt2", "mixtral", "deepseek_v3", "gemma3_text", "mamba", "falcon_h1", "bloom", "gpt_oss")
+CAUSAL = ("llama", "qwen3", "gpt2", "mixtral", "deepseek_v3", "gemma3_text", "mamba", "qwen3_next", "bloom", "gpt_oss")
 OTHERS = (
     ("AutoModelForMaskedLM", "bert"),
     ("AutoModel", "deberta-v2"),
