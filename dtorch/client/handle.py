@@ -17,13 +17,14 @@ class Family:
 
     ``version`` counts writes through any member. A view that had to be copied to other devices (its devices do not
     hold the base's piece) remembers the version it was taken at, and is taken again when that is old. ``root`` is the
-    base's handle, as long as that lives.
+    base's handle, as long as that lives; ``number`` its id and ``nbytes`` its size.
     """
 
-    __slots__ = ("copies", "root", "shadow_lost", "version")
+    __slots__ = ("copies", "nbytes", "number", "root", "shadow_lost", "version")
 
     def __init__(self, root: Handle) -> None:
         self.root = weakref.ref(root)
+        self.number, self.nbytes = root.id, root.spec.nbytes
         self.version = 0
         self.copies = 0  # copied views ever made; while 0 nobody needs to look at versions
         self.shadow_lost = False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +17,6 @@ from dtorch.core.mesh import DeviceMesh
 from dtorch.core.placements import REPLICATE, Placement, normalize
 from dtorch.core.torch_private import disabled_torch_function, make_wrapper_subclass
 
-_addresses = itertools.count(1 << 40, 1 << 24)
 _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
@@ -270,12 +268,13 @@ class StorageStandIn:
         return _address(self._t)
 
     def nbytes(self) -> int:
-        """Bytes from the start of the memory to the end of this tensor."""
-        t = self._t
+        """Size of the memory: that of the tensor that all others in it are views of."""
+        t, family = self._t, self._t._h.family
+        shared = 0 if family is None else family.nbytes
         if t.numel() == 0:
-            return 0
+            return shared
         last = t.storage_offset() + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
-        return int(last + 1) * t.element_size()
+        return max(shared, int(last + 1) * t.element_size())
 
     size = nbytes
 
@@ -293,17 +292,9 @@ class StorageStandIn:
 
 
 def _address(t: DTensor) -> int:
-    """A number for the tensor's memory, shared by its views."""
+    """A number for the tensor's memory, shared by its views; numbers of two tensors lie farther apart than their sizes."""
     h = t._h
-    key: Any = h.family if h.family is not None else h
-    return _memory.setdefault(id(key), next(_addresses)) if key is None else _number(key)
-
-
-def _number(key: Any) -> int:
-    return (id(key) & 0xFFFFFFFFFFFF) << 16
-
-
-_memory: dict[int, int] = {}
+    return h.session.number << 104 | (h.id if h.family is None else h.family.number) << 40
 
 
 def _as_parameter(data: Any, requires_grad: bool, attributes: dict[str, Any]) -> Any:
