@@ -5,7 +5,7 @@
 
 ``copy`` writes to memory that is there, ``clone`` to fresh memory, as the receiver of a transfer must. A transfer is
 over when the worker has confirmed it. ``load`` is the upload of a tensor whose memory is a mapped file's: the worker
-reads the file, which is in the page cache.
+maps the file as well, and no byte is copied before it is used.
 """
 
 from __future__ import annotations

@@ -73,6 +73,22 @@ def synchronize() -> None:
     graph.current_session().synchronize()
 
 
+def patch(*names: str) -> None:
+    """Let Hugging Face libraries choose the mesh where they choose a device: ``device_map="auto"`` and ``"balanced"``,
+    ``Accelerator()``, ``Trainer``, ``pipeline(device=0)``; and safetensors load to it. Imports the libraries.
+
+    Args:
+        names: of single patches; by default those of every installed library. See ``dtorch.patches``, which also takes
+            them back.
+
+    Raises:
+        PatchError: an unknown name, or a named patch that does not fit the installed version of its library.
+    """
+    from dtorch import patches
+
+    patches.apply(*names)
+
+
 _PLACE_DOC = """
 
     Keyword arguments beyond torch's: ``device_mesh`` (by default the default mesh) and ``placements`` (one per mesh
@@ -154,7 +170,7 @@ Generator = random.Generator
 __all__ = [
     "DTensor", "Explanation", "FallbackWarning", "Generator", "Graph", "SessionConfig", "Tensor", "arange",
     "distribute_tensor", "empty", "empty_like", "explain", "eye", "fallbacks", "full", "full_like", "init", "linspace",
-    "ones", "ones_like", "rand", "rand_like",
+    "ones", "ones_like", "patch", "rand", "rand_like",
     "randint", "randint_like", "randn", "randn_like", "shutdown", "strict", "synchronize", "tensor", "workers", "zeros",
     "zeros_like",
 ]  # fmt: skip

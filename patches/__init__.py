@@ -53,23 +53,23 @@ def apply(*names: str) -> list[Patch]:
     Raises:
         PatchError: a name that no patch has, or a named patch that does not fit the installed version.
     """
-    if names:
-        chosen = [_find(name) for name in names]
-        for patch in chosen:
-            patch.apply()
-        return chosen
-    done = []
-    for module, name in _LIBRARIES.items():
-        patch = _load(module, name)
-        if not _installed(patch.library):
-            continue
+    chosen = [_find(name) for name in names]
+    if not names:
+        chosen = [patch for patch in map(_load, _LIBRARIES, _LIBRARIES.values()) if _installed(patch.library)]
+    fitting = []
+    for patch in chosen:  # all is imported before anything is changed: modules copy functions of others into themselves
         try:
-            patch.apply()
+            if not patch.applied:
+                patch.prepare()
         except PatchError as e:
+            if names:
+                raise
             warnings.warn(str(e), stacklevel=2)
         else:
-            done.append(patch)
-    return done
+            fitting.append(patch)
+    for patch in fitting:
+        patch.apply()
+    return fitting
 
 
 def revert(*names: str) -> None:

@@ -14,11 +14,18 @@ UNBOUNDED = 1 << 60
 
 
 def on_mesh_alone(get_max_memory: Callable[..., Any]) -> Callable[..., Any]:
-    """``get_max_memory``: where nothing is asked for, there is the default mesh and nothing else."""
+    """``get_max_memory``: numbers are those of meshes; where nothing is asked for, there is the default mesh alone."""
+    from accelerate.utils.modeling import convert_file_size_to_int
 
     @functools.wraps(get_max_memory)
-    def call(max_memory: Any = None) -> Any:
-        return get_max_memory(max_memory) if max_memory is not None else {default_mesh_device().index: UNBOUNDED}
+    def call(max_memory: dict[Any, Any] | None = None) -> dict[Any, Any]:
+        if max_memory is None:
+            return {default_mesh_device().index: UNBOUNDED}
+        meshes = {}
+        for number in sorted(k for k in max_memory if isinstance(k, int)):
+            size = max_memory[number]
+            meshes[number] = convert_file_size_to_int(size) if isinstance(size, str) else size
+        return {**meshes, **get_max_memory({k: v for k, v in max_memory.items() if k not in meshes})}
 
     return call
 

@@ -73,6 +73,21 @@ class Patch:
         """Whether it is in force."""
         return bool(self._undo)
 
+    def prepare(self) -> list[Replacement]:
+        """Import what it changes; returns the changes.
+
+        Raises:
+            PatchError: the installed version is not one that it was made for.
+        """
+        installed = version(self.library)
+        first, beyond = self.versions
+        if not first <= _numbers(installed) < beyond:
+            raise PatchError(
+                f"The patch {self.name!r} is for {self.library} from {_text(first)} to below {_text(beyond)}, and "
+                f"{installed} is installed: install a version in that range."
+            )
+        return list(self.replacements())
+
     def apply(self) -> None:
         """Put it in force; does nothing where it is.
 
@@ -81,14 +96,7 @@ class Patch:
         """
         if self.applied:
             return
-        installed = version(self.library)
-        first, beyond = self.versions
-        if not first <= _numbers(installed) < beyond:
-            raise PatchError(
-                f"The patch {self.name!r} is for {self.library} from {_text(first)} to below {_text(beyond)}, and "
-                f"{installed} is installed: install a version in that range."
-            )
-        for change in self.replacements():
+        for change in self.prepare():
             own = vars(change.owner).get(change.name, _MISSING)
             setattr(change.owner, change.name, change.make(getattr(change.owner, change.name, None)))
             self._undo.append((change.owner, change.name, own))

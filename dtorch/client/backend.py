@@ -17,7 +17,7 @@ from dtorch.client.specials import copy_, item, written_out_attention
 from dtorch.client.tensor import DTensor
 from dtorch.core import mesh as mesh_module
 from dtorch.core import torch_private
-from dtorch.core.mesh import DeviceMesh, current_mesh
+from dtorch.core.mesh import DeviceMesh, current_mesh, select_mesh
 
 _library: list[torch.library.Library] = []
 
@@ -71,10 +71,10 @@ class DeviceModule:
         return 0 if mesh is None else graph.current_session().layout(mesh).id
 
     def set_device(self, device: Any) -> None:
-        """Meshes are chosen with ``with mesh:``; device 0 is the default."""
+        """Mesh ``index`` becomes the default, until the innermost ``with mesh:`` ends."""
         index = device if isinstance(device, int) else torch.device(device).index or 0
         if index != self.current_device():
-            graph.current_session().mesh(index).__enter__()
+            select_mesh(graph.current_session().mesh(index))
 
     def get_device_name(self, device: Any = None) -> str:
         """A readable name."""

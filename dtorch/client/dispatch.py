@@ -16,7 +16,7 @@ import torch
 from dtorch.client import aliasing, random, shadow
 from dtorch.client.handle import Family, Handle
 from dtorch.client.lower import Ready, encode_plan, mark
-from dtorch.client.notices import is_strict, note_fallback, refuse_hidden_moves
+from dtorch.client.notices import is_strict, note_fallback, refuse_gather, refuse_hidden_moves
 from dtorch.client.probe import as_made, needs_probe
 from dtorch.client.session import Session
 from dtorch.client.sites import caller
@@ -27,6 +27,7 @@ from dtorch.core.spec import TensorSpec
 from dtorch.core.torch_private import outside_of_dispatch
 from dtorch.planner.call import Call, is_view
 from dtorch.planner.plan import OnClient, Plan, make_plan
+from dtorch.protocol.plans import NAMESPACES
 from dtorch.protocol.values import dtype_from
 
 Special = Callable[[type, Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -217,6 +218,11 @@ def run(  # noqa: C901  (one loop, kept flat because every operator passes throu
         try:
             ready = make_ready(cls, session, func, info, args, kwargs or _NO_KWARGS, k, ids)
         except OnClient:
+            slots = tensors_of(cls, args, kwargs or _NO_KWARGS)
+            if not all(t._h.spec.is_replicated for t in slots):
+                if session.config.strict or is_strict():
+                    refuse_gather(func, [t.placements for t in slots])
+                note_fallback(func)
             return run_on_client(cls, session, func, args, kwargs or _NO_KWARGS)
         if ready is None:  # an argument was re-placed: its spec, and so the key, changed
             return run(cls, func, info, args, kwargs)
@@ -285,6 +291,8 @@ def make_ready(
     mesh = call.first.mesh
     if any(s.mesh is not mesh for s in call.specs):
         refuse_mixture(func, tensors_of(cls, args, kwargs))
+    if func.namespace not in NAMESPACES:
+        raise OnClient(f"workers do not know the operators of {func.namespace}")
     plan = make_plan(call, mesh)
     if info.kernel is not None and plan.kernel is None:
         plan = replace(plan, kernel=info.kernel)
@@ -424,12 +432,7 @@ def wait_for_specs(session: Session, plan: Plan, request: Any) -> list[Any]:
     """Specs of results that only the workers know: waits for them."""
     session.reads += 1
     session.flush()
-    session.wait(request, None)
-    if request.error is not None:
-        raise request.error
-    if request.meta is None:
-        session.raise_failure()
-        raise DtorchError(f"{plan.call.func} needs a value that was never made, because of an earlier failure.")
+    session.finish(request)
     whole = (REPLICATE,) * plan.mesh.ndim
     return [session.make_spec(plan.mesh, whole, shape, stride, dtype_from(d)) for shape, stride, d in request.meta]
 
@@ -501,22 +504,31 @@ def run_plain(cls: Any, func: Any, info: Info, args: tuple[Any, ...], kwargs: di
 
 
 def run_on_client(cls: Any, session: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Gather the tensors here, run the operator, place its tensor results replicated."""
+    """Gather the tensors here, run the operator, place its tensor results replicated; what it writes goes back."""
     mesh = tensors_of(cls, args, kwargs)[0]._h.spec.mesh
+    gathered: list[tuple[Any, torch.Tensor]] = []
 
     def convert(value: Any) -> Any:
         if type(value) is cls:
-            return to_host(value)
+            gathered.append((value, to_host(value)))
+            return gathered[-1][1]
         return [convert(v) for v in value] if isinstance(value, (list, tuple)) else value
 
     def back(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            return put(session, value, mesh)
+            argument = next((t for t, host in gathered if host is value), None)
+            return put(session, value, mesh) if argument is None else argument
         return [back(v) for v in value] if isinstance(value, (list, tuple)) else value
 
     host_args, host_kwargs = [convert(a) for a in args], {k: convert(v) for k, v in kwargs.items()}
+    names = [a.name for a in func._schema.arguments]
+    written = [args[i] if i < len(args) else kwargs.get(names[i]) for i in info_of(func).writes]
     with outside_of_dispatch(), torch.no_grad():
         value = func(*host_args, **host_kwargs)
+    with torch.no_grad():
+        for t, host in gathered:
+            if any(t is w or (isinstance(w, (list, tuple)) and any(t is v for v in w)) for w in written):
+                t.copy_(host)
     return back(value)
 
 

@@ -29,14 +29,12 @@ _UNKNOWN = frozenset({"aten::empty", "aten::empty_strided"})
 
 def resolve_mesh(device: Any) -> tuple[Session, MeshLayout]:
     """Session and mesh of a ``dtorch`` device; without an index the default mesh."""
-    session = graph.current_session()
     index = None if device is None else torch.device(device).index
-    if index is None:
-        mesh = current_mesh()
-        if mesh is not None:
-            owner = mesh._graph if isinstance(mesh._graph, Session) else session
-            return owner, owner.layout(mesh)
-        index = 0
+    mesh = current_mesh() if index is None else None
+    if mesh is not None:
+        session = graph.session_of(mesh)
+        return session, session.layout(mesh)
+    session, index = graph.current_session(), index or 0
     if index == 0 and session.mesh_count == 0:
         return session, session.layout(first_mesh() or DeviceMesh(session.config.device_type, [0]))
     return session, session.layout(session.mesh(index))

@@ -80,3 +80,16 @@ def refuse_hidden_moves(plan: Plan) -> None:
         f"strict: {plan.call.func} on inputs placed {have} would redistribute them. Legal {axis}: {'; or '.join(rows)}. "
         "Call redistribute() first, or leave strict mode."
     )
+
+
+def refuse_gather(func: Any, placements: list[Any]) -> None:
+    """Raise for an operator that would run in the client, on gathered values.
+
+    Raises:
+        ImplicitRedistributionError: always.
+    """
+    have = ", ".join(str(list(p)) for p in placements)
+    raise ImplicitRedistributionError(
+        f"strict: {func} on inputs placed {have} would gather them in the client. Legal: Replicate() everywhere. "
+        "Call redistribute() first, or leave strict mode."
+    )

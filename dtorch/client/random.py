@@ -206,7 +206,13 @@ def get_state(stream: Stream) -> torch.Tensor:
 
 
 def set_state(stream: Stream, state: torch.Tensor) -> None:
-    """Continue from this state at the next draw."""
+    """Continue from this state at the next draw.
+
+    Raises:
+        RuntimeError: it is no state of a generator.
+    """
+    if state.numel() != _STATE_BYTES["cuda"]:
+        TorchGenerator().set_state(state.detach().cpu())  # says what is wrong
     stream.pending_state = state.detach().cpu().clone()
     stream.seed = None
     stream.home = None

@@ -335,9 +335,12 @@ class Session:
         elif isinstance(event, WorkerUp):
             self.workers[event.index] = event
         elif isinstance(event, WorkerLost):
-            self.workers.pop(event.index, None)
+            up = self.workers.pop(event.index, None)
+            pid, devices = (event.pid, event.devices) if event.pid or up is None else (up.pid, up.devices)
+            *before, last = event.reason.strip().splitlines() or [""]
+            self._details = event.reason if before else ""
             self._end(
-                f"Worker {event.index} (pid {event.pid}, devices {list(event.devices)}) was lost: {event.reason}.",
+                f"Worker {event.index} (pid {pid}, devices {list(devices)}) was lost: {last.rstrip('.')}.",
                 WorkerLostError,
             )
 
@@ -351,7 +354,7 @@ class Session:
         if request is None:
             return
         if kind == C.META:
-            request.meta = header[2]
+            request.meta, request.lost = header[2:4]
             request.expected = 0
         elif kind == C.DONE:
             request.refusals.extend(filter(None, header[3:]))
@@ -474,16 +477,23 @@ class Session:
             WorkerLostError: a worker was lost.
         """
         if self.closed is not None:
-            raise self._closed_type(self.closed)
+            raise self._closing()
+
+    def _closing(self) -> DtorchError:
+        error = self._closed_type(self.closed)
+        if self._details:
+            error.add_note(self._details)
+        return error
 
     _closed_type: type[DtorchError] = SessionClosedError
+    _details = ""  # the traceback of a worker that met a fault of dtorch's own
 
     def _end(self, why: str, kind: type[DtorchError]) -> None:
         if self.closed is None:
             self.closed, self._closed_type = why, kind
             self.limit = -1  # the next operator is told
             for number, request in list(self._requests.items()):
-                request.error = kind(why)
+                request.error = self._closing()
                 self._complete(number, request)
 
     def close(self) -> None:
@@ -494,6 +504,7 @@ class Session:
             self._end(
                 "This session was shut down; its tensors are gone. The next use starts a new one.", SessionClosedError
             )
+            self.files.forget()
             self.buf.clear()
             self.frames.clear()
         self._wake.set()

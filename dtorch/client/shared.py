@@ -12,7 +12,7 @@ import mmap
 import os
 from collections import deque
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -38,8 +38,12 @@ class Segment:
         OSError: the kernel gives none.
     """
 
+    live: ClassVar[int] = 0  # each holds one of the process's descriptors, of which there may be few
+
     def __init__(self, nbytes: int) -> None:
+        self._descriptor = -1
         self._descriptor = os.memfd_create("dtorch", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        Segment.live += 1
         self._nbytes = nbytes
         os.ftruncate(self._descriptor, nbytes)
         # Workers map only what cannot shrink under them.
@@ -55,6 +59,7 @@ class Segment:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+            Segment.live -= 1
 
     __del__ = close
 

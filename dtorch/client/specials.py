@@ -398,6 +398,15 @@ def written_out_attention(
     )[0]
 
 
+@special(aten._pack_padded_sequence.default)
+def pack_padded_sequence(cls: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Rows of all samples by time step, as the lengths say, which torch wants on the host; so are the counts returned."""
+    data, lengths, batch_first = args
+    numbers = torch.arange(data.shape[0] * data.shape[1]).view(data.shape[:2])
+    rows, counts = func((numbers.t() if batch_first else numbers).unsqueeze(2), lengths.cpu(), False)
+    return data.reshape(-1, *data.shape[2:])[rows.view(-1).to(data.device)], counts
+
+
 @special(aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
 def recurrent(cls: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """A recurrent network, whole but for dropout between its layers, which draws."""

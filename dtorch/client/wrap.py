@@ -25,6 +25,7 @@ from dtorch.protocol.values import dtype_name
 _SHADOW_WHOLE, _SHADOW_REAL = 16384, 1024
 # Values from this size on do not travel in the stream, where workers can share this process's memory.
 _LARGE_BYTES = 1 << 20
+_MOST_SEGMENTS = 64  # values that are fetched into shared memory at the same time
 
 
 class _Class:
@@ -199,7 +200,8 @@ class Pending:
         for position in range(h.spec.mesh.size):
             self.boxes.setdefault(h.spec.box(position), position)
         self.segment: Segment | None = None
-        if h.spec.nbytes >= _LARGE_BYTES and self.session.config.shares_memory:
+        large = h.spec.nbytes >= _LARGE_BYTES and Segment.live < _MOST_SEGMENTS
+        if large and self.session.config.shares_memory:
             with suppress(OSError):  # too many descriptors, or no memory: then the value comes in the stream
                 self.segment = Segment(h.spec.nbytes)
         self.request: Request = self.session.fetch(h.id, h.spec, list(self.boxes.values()), self.segment)

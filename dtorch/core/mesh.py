@@ -220,11 +220,17 @@ def first_mesh() -> DeviceMesh | None:
     return _first[0] if _first else None
 
 
+def select_mesh(mesh: DeviceMesh) -> None:
+    """Make a mesh the default one until the innermost ``with mesh:`` ends; outside of all, until the sessions do."""
+    enter_device(mesh)
+    _default.set((*_default.get()[:-1], mesh))
+
+
 def forget_first_mesh() -> None:
     """The next mesh made becomes the default, and torch's current device the first one; at the end of all sessions."""
     _first.clear()
-    if not _default.get():
-        leave_device(0)
+    if not _blocks.open:
+        _default.set(())  # what was selected outside of every block
     leave_device(0)
 
 

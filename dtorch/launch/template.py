@@ -115,6 +115,7 @@ class Template:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             # Asked to end, it leaves what it is in through the `finally` clauses there.
             signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(0))
+            sys.unraisablehook = _exit_if_asked
             # The template's descriptors: while a worker held the write ends, the other workers would not end.
             self._control.close()
             for descriptor in (own_write_end, self._wake_read, self._wake_write):
@@ -172,6 +173,13 @@ class Template:
             self._control.send(encode(message), socket.MSG_NOSIGNAL)
         except ConnectionError:
             return  # the controller has ended, and with it this process does
+
+
+def _exit_if_asked(unraisable: sys.UnraisableHookArgs) -> None:
+    """A worker that was asked to end while it ran a finalizer, out of which nothing can be raised, ends there."""
+    if unraisable.exc_type is SystemExit:
+        os._exit(0)
+    sys.__unraisablehook__(unraisable)
 
 
 def _drain(descriptor: int) -> bool:

@@ -12,7 +12,7 @@ code and then its operands, so that running a cached operator costs the client o
     FETCH     request, id, spec, positions, path   the values held at these positions of the mesh, in the reply or, with
                                            a path, at their places in the client's shared memory (see MAP), where the
                                            whole tensor lies in the spec's memory order; other workers of it confirm
-    SEED      generator, seed              (re)start a generator
+    SEED      generator, seed              (re)start a generator; forget it when the seed is None
     STATE     generator, id, spec          the generator's state as a replicated uint8 tensor
     RESTORE   generator, id                set the generator to that state
     SYNC      request                      confirm that everything before is done
@@ -32,7 +32,8 @@ FIRST_PLAN = 32
 
 # Replies from a worker: a msgpack list [kind, ...] and raw buffers as further frames.
 #   VALUE   request, worker, positions, error or None   buffers: one a position
-#   META    request, [[shape, stride, dtype], ...]      what a dynamic operator returned
+#   META    request, [[shape, stride, dtype], ...], error or None   what a dynamic operator returned
 #   DONE    request, worker, error or None              answer to SYNC and OPEN; the error is a [type, text]
-#   ERROR   serial, operator, device, type, text, traceback, shapes
+#   ERROR   serial, operator, device, type, text, traceback, inputs   the inputs as texts: spec, shape of the piece
+# The error of VALUE and META is [serial of the operator that failed, text].
 VALUE, META, DONE, ERROR = "value", "meta", "done", "error"

@@ -9,6 +9,9 @@ from dtorch.core.errors import ProtocolError
 from dtorch.core.spec import TensorSpec
 from dtorch.core.steps import Step
 
+# The namespaces whose operators a client may run on workers.
+NAMESPACES = frozenset({"aten", "prims", "torchvision", "quantized", "torchao", "torch_nn", "dtorch"})
+
 
 @dataclass(frozen=True)
 class WireResult:

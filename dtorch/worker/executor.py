@@ -22,6 +22,8 @@ from dtorch.worker.memory import fresh
 from dtorch.worker.program import Poison, Program
 from dtorch.worker.streams import Streams, device_of
 
+# In place of an operator's serial, where something else failed.
+_NO_OPERATOR = -1
 Send = Callable[[list[bytes | memoryview]], None]
 
 
@@ -124,6 +126,7 @@ class Executor:
         if poison is not None:
             self._keep_up(program, inputs)
             program.poison(self.store, ids, first_out, poison)
+            self._answer(program, commands, i, None, poison)
             return
         if not plan.op:
             self.store[first_out] = inputs[0]
@@ -150,10 +153,14 @@ class Executor:
                 self.store[new] = [r[k] for r in results]
                 new += 1
         if plan.dynamic:
-            request = commands[i + program.width - 2]
-            if self.positions[plan.mesh][0] == 0:
-                found = [[list(t.shape), list(t.stride()), dtype_name(t.dtype)] for t in results[0]]
-                self._reply([C.META, request, found])
+            found = [[list(t.shape), list(t.stride()), dtype_name(t.dtype)] for t in results[0]]
+            self._answer(program, commands, i, found, None)
+
+    def _answer(self, program: Program, commands: list[Any], i: int, found: Any, lost: Poison | None) -> None:
+        """Tell the client, which waits for it, what the results of a dynamic plan are or why there are none."""
+        if program.plan.dynamic and program.here and program.here[0] == 0:
+            why = None if lost is None else [lost.serial, lost.text]
+            self._reply([C.META, commands[i + program.width - 2], found, why])
 
     def _keep_up(self, program: Program, inputs: list[list[torch.Tensor]]) -> None:
         """Take part in what peers do after the call, and wait for, although this worker's values mean nothing."""
@@ -214,8 +221,7 @@ class Executor:
             if not no_memory(e):
                 ids = []
         program.poison(self.store, ids, first_out, cause)
-        if plan.dynamic and self.positions[plan.mesh] and self.positions[plan.mesh][0] == 0:
-            self._reply([C.META, commands[i + program.width - 2], None])
+        self._answer(program, commands, i, None, cause)
 
     def _report(self, serial: int, op: str, mesh: int, e: Exception, inputs: list[str], at: int = 0) -> Poison:
         """Tell the client what has failed on which of the devices here; returns what stands for the lost values."""
@@ -254,13 +260,16 @@ class Executor:
         tensor_id, spec = c[i], self.specs[c[i + 1]]
         positions = self.positions[spec.mesh.id]
         if positions:
-            full = torch.empty(spec.shape, dtype=spec.dtype, device="cpu")
-            if full.numel():
-                flat = torch.frombuffer(bytearray(frames[c[i + 2]]), dtype=torch.uint8)
-                full = flat.view(spec.dtype).view(spec.shape)
-            self.store[tensor_id] = [
-                fresh(spec.local_shape(p), spec, self.device).copy_(full[slices(spec.box(p))]) for p in positions
-            ]
+            full = torch.empty(spec.shape, dtype=spec.dtype, device="cpu") if 0 in spec.shape else None
+            try:
+                if full is None:
+                    flat = torch.frombuffer(bytearray(frames[c[i + 2]]), dtype=torch.uint8)
+                    full = flat.view(spec.dtype).view(spec.shape)
+                self.store[tensor_id] = [
+                    fresh(spec.local_shape(p), spec, self.device).copy_(full[slices(spec.box(p))]) for p in positions
+                ]
+            except Exception as e:  # no memory
+                self.store[tensor_id] = Poison(_NO_OPERATOR, f"an upload of {spec} failed: {e}")
         return i + 3
 
     def _fetch(self, c: list[Any], i: int, frames: Sequence[Any]) -> int:
@@ -269,20 +278,31 @@ class Executor:
         here = self.positions[spec.mesh.id]
         if here:
             value = self.store.get(tensor_id)
-            if isinstance(value, Poison) or value is None:
-                text = value.text if isinstance(value, Poison) else f"tensor {tensor_id} is unknown"
-                serial = value.serial if isinstance(value, Poison) else -1
-                self._reply([C.VALUE, request, self.index, [], [serial, text]])
-            elif path is not None:
-                whole = SharedMemory(path).tensor(0, spec.shape, dense_strides(spec.shape, spec.shape, spec.stride), spec.dtype)
-                for p in (p for p in here if p in wanted):
-                    copy(whole[slices(spec.box(p))], value[here.index(p)])
-                self._reply([C.VALUE, request, self.index, [], None])
+            if isinstance(value, list):
+                self._send_value(request, value, spec, [p for p in here if p in wanted], path)
             else:
-                sent = [p for p in here if p in wanted]
-                buffers = [as_bytes(value[here.index(p)]) for p in sent]
-                self._reply([C.VALUE, request, self.index, sent, None], buffers)
+                lost = value or Poison(_NO_OPERATOR, f"tensor {tensor_id} is unknown")
+                self._reply([C.VALUE, request, self.index, [], [lost.serial, lost.text]])
         return i + 5
+
+    def _send_value(
+        self, request: int, value: list[torch.Tensor], spec: TensorSpec, wanted: list[int], path: str | None
+    ) -> None:
+        """Answer a request with the pieces at the wanted positions."""
+        here = self.positions[spec.mesh.id]
+        buffers: list[memoryview] = []
+        try:
+            if path is None:
+                buffers = [as_bytes(value[here.index(p)]) for p in wanted]
+            else:
+                strides = dense_strides(spec.shape, spec.shape, spec.stride)
+                whole = SharedMemory(path).tensor(0, spec.shape, strides, spec.dtype)
+                for p in wanted:
+                    copy(whole[slices(spec.box(p))], value[here.index(p)])
+        except Exception as e:  # no memory
+            self._reply([C.VALUE, request, self.index, [], [_NO_OPERATOR, f"{spec} cannot be sent: {e}"]])
+        else:
+            self._reply([C.VALUE, request, self.index, wanted if path is None else [], None], buffers)
 
     def _seed(self, c: list[Any], i: int, frames: Sequence[Any]) -> int:
         self.generators.seed(c[i], c[i + 1])

@@ -10,16 +10,13 @@ import torch
 
 from dtorch.core.errors import ProtocolError
 from dtorch.core.spec import TensorSpec, dense_strides
-from dtorch.protocol.plans import WirePlan
+from dtorch.protocol.plans import NAMESPACES, WirePlan
 from dtorch.protocol.values import DeviceSlot, GeneratorSlot, Number, Slot
 from dtorch.worker import kernels_index, kernels_nn, kernels_sequence  # noqa: F401  (they register their kernels)
 from dtorch.worker.codegen import compile_simple, function_of
 from dtorch.worker.kernels import KERNELS, STAND_INS, Context
 from dtorch.worker.random import draw
 from dtorch.worker.ring import RINGS, Exchange, Ring
-
-# The namespaces whose operators a client may run.
-ALLOWED_NAMESPACES = frozenset({"aten", "prims", "torchvision", "quantized", "torchao", "torch_nn", "dtorch"})
 
 
 @dataclass(frozen=True)
@@ -38,7 +35,7 @@ def resolve(name: str) -> Any:
     """
     namespace, _, rest = name.partition("::")
     packet, _, overload = rest.partition(".")
-    if namespace not in ALLOWED_NAMESPACES or not packet.isidentifier() or not overload.isidentifier():
+    if namespace not in NAMESPACES or not packet.isidentifier() or not overload.isidentifier():
         raise ProtocolError(f"{name!r} is not an operator that a worker may run.")
     try:
         return getattr(getattr(getattr(torch.ops, namespace), packet), overload)

@@ -143,6 +143,21 @@ def test_what_is_lost_stays_lost_on_other_meshes(mode):
 
 
 @both_modes
+def test_nothing_waits_for_what_is_lost(mode):
+    d = spread(torch.ones(4, 3), mesh(2), S0)
+    lost = d[FAR]
+    reads = [
+        lambda: lost.nonzero(), lambda: lost.unique(), lambda: lost[lost > 0], lambda: lost.sum().item(), lambda: bool(lost.any()),
+        lambda: lost.to_local(1), lambda: print(lost), lambda: lost.to_torch_async().get(), lambda: lost.redistribute(mesh(3)).tolist(),
+        lambda: torch.equal(lost, lost), lambda: lost.add_(1).numpy(),
+    ]  # fmt: skip
+    for read in reads:
+        with pytest.raises(IndexError, match="index 9"):
+            read()
+    same(d * 2, torch.full((4, 3), 2.0))
+
+
+@both_modes
 def test_small_host_tensors_fail_once_as_well(mode):
     d = spread(torch.arange(4), mesh(2), R)
     with pytest.raises(IndexError, match="index 9"):
@@ -216,6 +231,21 @@ def test_a_lost_worker(mode):
         d.to_torch()
     own.close()
     same(spread(torch.ones(3), mesh(2), S0), torch.ones(3))  # other sessions go on
+
+
+@pytest.mark.parametrize("mode", ["local"], indirect=True)
+def test_a_fault_of_the_engine_itself(mode):
+    own = dtorch.Graph(**OPTIONS["local"])
+    with own:
+        d = spread(torch.ones(6, 4), dtorch.DeviceMesh("cpu", [0, 1]), S0)
+        pids = {w.pid for w in dtorch.workers()}
+        own.session.buf.extend((9999, 1))  # a plan that nobody has sent
+        with pytest.raises(WorkerLostError, match=r"Worker [01] \(pid \d+, devices \[[01]\]\) was lost: KeyError: ") as caught:
+            d.sum().item()
+    assert int(str(caught.value).split("pid ")[1].split(",")[0]) in pids
+    one_sentence(caught.value)
+    assert "Traceback" in caught.value.__notes__[0]
+    own.close()
 
 
 # -- what the client finds -----------------------------------------------------------------------------------------

@@ -99,6 +99,32 @@ def test_without_a_mesh_they_are_on_the_default_one(mode):
 
 
 @both_modes
+def test_a_selected_device_is_the_default_until_the_block_or_the_session_ends(mode):
+    a, b = dtorch.zeros(2, device_mesh=mesh(2)), dtorch.zeros(2, device_mesh=mesh(3))
+    torch.dtorch.set_device(b.device.index)
+    assert dtorch.zeros(1).device_mesh == torch.zeros(1, device="dtorch").device_mesh == b.device_mesh
+    with a.device_mesh:
+        assert dtorch.zeros(1).device_mesh == a.device_mesh
+        torch.dtorch.set_device(b.device.index)
+        assert dtorch.zeros(1).device_mesh == b.device_mesh
+    torch.dtorch.set_device(a.device.index)
+    assert dtorch.zeros(1).device_mesh == torch.ones(1).to("dtorch").device_mesh == a.device_mesh
+    torch.dtorch.set_device(b.device.index)
+    dtorch.shutdown()
+    dtorch.init(**OPTIONS[mode])
+    assert dtorch.zeros(1).device_mesh.size() == torch.zeros(1, device="dtorch").device_mesh.size() == 1
+
+
+@both_modes
+def test_a_block_outlives_its_session(mode):
+    with mesh(2) as block:
+        dtorch.zeros(2)
+        dtorch.shutdown()
+        dtorch.init(**OPTIONS[mode])
+        assert torch.zeros(1, device="dtorch").device_mesh == block == dtorch.zeros(2).device_mesh
+
+
+@both_modes
 def test_device_names_a_mesh(mode):
     a, b = dtorch.zeros(2, device_mesh=mesh(2)), dtorch.zeros(2, device_mesh=mesh(3))
     for device in (b.device, str(b.device)):

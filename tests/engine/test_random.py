@@ -183,6 +183,16 @@ def test_state_of_the_default_generator(mode):
     same(dtorch.rand(2, device_mesh=on), a)
 
 
+@both_modes
+def test_what_is_no_state_is_refused_at_once(mode):
+    for state, pattern in ((torch.zeros(7, dtype=torch.uint8), "state size to be 7"), (torch.zeros(5056, dtype=torch.uint8), "mt19937")):
+        with pytest.raises(RuntimeError, match=pattern):
+            torch.dtorch.set_rng_state(state)
+        with pytest.raises(RuntimeError, match=pattern):
+            torch.Generator("dtorch").set_state(state)
+    assert dtorch.rand(3, device_mesh=mesh(2)).to_torch().shape == (3,)
+
+
 def test_seeding_before_the_first_use(mode):
     dtorch.shutdown()
     torch.manual_seed(123)

@@ -85,6 +85,41 @@ def test_what_is_hidden(pair):
         a.full_tensor()
 
 
+def test_an_operator_that_runs_in_the_client(monkeypatch):
+    monkeypatch.setattr(notices, "_counts", type(notices._counts)())
+    x = torch.rand(40, 2)
+    d = spread(x, mesh(2), S0)
+    with dtorch.strict(), pytest.raises(ImplicitRedistributionError, match="gather them in the client"):
+        torch.histogramdd(d, [3, 4])
+    with pytest.warns(dtorch.FallbackWarning, match="histogramdd"):
+        got = torch.histogramdd(d, [3, 4])
+    same(got.hist, torch.histogramdd(x, [3, 4]).hist)
+    assert any("histogramdd" in name for name in dtorch.fallbacks())
+
+
+@torch.library.custom_op("dtorch_tests::twice", mutates_args=("log",))
+def twice(x: torch.Tensor, log: torch.Tensor) -> torch.Tensor:
+    """An operator of the user's, which workers do not know."""
+    log.add_(1)
+    return x * 2
+
+
+@twice.register_fake
+def _(x: torch.Tensor, log: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@both_modes
+def test_an_operator_of_the_users(mode):
+    x = torch.randn(6, 4)
+    d, log = spread(x, mesh(2), S0), spread(torch.zeros(5), mesh(2), S0)
+    for i in range(2):
+        same(twice(d, log), 2 * x, [R])
+        same(log, torch.full((5,), i + 1.0), [S0])
+    same(twice(d[1:3], log[1:4]), 2 * x[1:3])
+    same(log, torch.tensor([2.0, 3, 3, 3, 2]))
+
+
 def test_on_and_off(pair):
     a, b = pair
     dtorch.strict()

@@ -95,11 +95,8 @@ def test_from_pretrained_in_another_dtype(model: Any, tmp_path: Path) -> None:
 
 def test_split_over_two_meshes(model: Any, want: torch.Tensor, tmp_path: Path) -> None:
     """accelerate's hooks carry the activations from mesh to mesh."""
-    dtorch.DeviceMesh("cpu", [1]).__enter__()
-    try:
+    with dtorch.DeviceMesh("cpu", [1]):
         other = torch.zeros(1, device="dtorch").device.index
-    finally:
-        dtorch.DeviceMesh("cpu", [0]).__enter__()
     model.save_pretrained(tmp_path)
     device_map = {"model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": other, "model.norm": other,
                   "model.rotary_emb": 0, "lm_head": 0}  # fmt: skip

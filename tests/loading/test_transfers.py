@@ -76,6 +76,17 @@ def test_fetched_values_are_memory_like_any_other(mode):
         assert equal(future.get(), torch.full((1000, 600), 2.0 + i))
 
 
+@local_mode
+def test_many_values_at_once(mode):
+    d = dtorch.ones(1 << 18, device_mesh=mesh(2), placements=[S0])
+    before = descriptors()
+    futures = [d.add_(1).to_torch_async() for _ in range(150)]
+    assert descriptors() <= before + 64  # a process has few
+    for i, future in enumerate(futures):
+        assert equal(future.get(), torch.full((1 << 18,), 2.0 + i))
+    assert descriptors() == before
+
+
 def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
