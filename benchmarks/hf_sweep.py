@@ -34,7 +34,8 @@ class TooSlowError(Exception):
     """An architecture took longer than allowed."""
 
 
-def _alarm(signum: int, frame: Any) -> None:
+def raise_too_slow(signum: int, frame: Any) -> None:
+    """Handler of the alarm that ends an architecture."""
     raise TooSlowError
 
 
@@ -127,7 +128,7 @@ def main() -> int:
 
         dtorch.init(mode=args.mode, threads=args.threads)
         dtorch.init_device_mesh("cpu", (args.mesh,)).__enter__()
-    signal.signal(signal.SIGALRM, _alarm)
+    signal.signal(signal.SIGALRM, raise_too_slow)
     good = bad = skipped = generated = 0
     types = set()
     for task, model_type, auto in architectures():

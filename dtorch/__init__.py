@@ -17,13 +17,16 @@ _CORE = {
     "DtorchError": "dtorch.core.errors", "PlacementError": "dtorch.core.errors",
     "ImplicitRedistributionError": "dtorch.core.errors", "RemoteError": "dtorch.core.errors",
     "WorkerLostError": "dtorch.core.errors", "SessionClosedError": "dtorch.core.errors",
-    "CommError": "dtorch.core.errors", "ProtocolError": "dtorch.core.errors",
+    "CommError": "dtorch.core.errors", "ControllerLostError": "dtorch.core.errors",
+    "ProtocolError": "dtorch.core.errors",
     "TensorFuture": "dtorch.client.future",
-    "parallelize": "dtorch.parallel", "describe": "dtorch.parallel", "assign_layers_to_stages": "dtorch.parallel",
+    "memory_stats": "dtorch.client.memory", "reset_peak_memory_stats": "dtorch.client.memory",
+    "parallelize": "dtorch.parallel", "describe": "dtorch.parallel", "suggest": "dtorch.parallel.suggest",
+    "forecast": "dtorch.parallel.forecast", "assign_layers_to_stages": "dtorch.parallel",
 }  # fmt: skip
 _API = [
-    "DTensor", "FallbackWarning", "Generator", "Graph", "Tensor", "arange", "distribute_tensor", "empty",
-    "empty_like", "eye", "fallbacks", "full", "full_like", "init", "linspace", "ones", "ones_like", "rand",
+    "CaptureWarning", "DTensor", "FallbackWarning", "Generator", "Graph", "Tensor", "arange", "capture", "distribute_tensor", "empty",
+    "empty_like", "eye", "fallbacks", "full", "full_like", "init", "linspace", "ones", "ones_like", "patch", "rand",
     "rand_like", "randint", "randint_like", "randn", "randn_like", "shutdown", "strict", "synchronize", "tensor",
     "workers", "zeros", "zeros_like", "explain",
 ]

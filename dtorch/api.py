@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from dtorch.client import backend, factories, graph, random
+from dtorch.client.capture import CaptureWarning, capture
 from dtorch.client.explain import Explanation, explain
 from dtorch.client.graph import Graph
 from dtorch.client.notices import FallbackWarning, fallbacks, strict
@@ -33,6 +34,9 @@ def init(
     strict: bool | None = None,
     null_workers: int | None = None,
     file_roots: Sequence[str] | None = None,
+    restarts: int | None = None,
+    log_operators: int | None = None,
+    log_bytes: int | None = None,
 ) -> None:
     """Start the default session. Optional: the first use starts it with these defaults.
 
@@ -46,13 +50,16 @@ def init(
         null_workers: for measuring: this many workers that do nothing.
         file_roots: directories below which workers may read files; by default every file that you may read;
             DTORCH_FILE_ROOTS.
+        restarts: how often in a row lost workers are started again, and brought to where they were (3); 0: never.
+        log_operators, log_bytes: what is kept to repeat then, at most, before workers write snapshots.
 
     Raises:
         DtorchError: already running with other options, or an impossible option.
     """
     graph.init(
         mode=mode, workers=workers, device_type=device_type, max_devices=max_devices, threads=threads, strict=strict,
-        null_workers=null_workers, file_roots=file_roots,
+        null_workers=null_workers, file_roots=file_roots, restarts=restarts, log_operators=log_operators,
+        log_bytes=log_bytes,
     )  # fmt: skip
 
 
@@ -168,7 +175,8 @@ randint_like = _like(torch.randint_like)
 Generator = random.Generator
 
 __all__ = [
-    "DTensor", "Explanation", "FallbackWarning", "Generator", "Graph", "SessionConfig", "Tensor", "arange",
+    "CaptureWarning", "DTensor", "Explanation", "FallbackWarning", "Generator", "Graph", "SessionConfig", "Tensor",
+    "arange", "capture",
     "distribute_tensor", "empty", "empty_like", "explain", "eye", "fallbacks", "full", "full_like", "init", "linspace",
     "ones", "ones_like", "patch", "rand", "rand_like",
     "randint", "randint_like", "randn", "randn_like", "shutdown", "strict", "synchronize", "tensor", "workers", "zeros",

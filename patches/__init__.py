@@ -5,18 +5,22 @@
     dtorch.patches.revert()
 
 Most of what the libraries do needs none of them. Those of ``cuda-*`` make torch report a CUDA device; they are for
-programs written for one, which ``dtorch exec`` runs, and are applied by name only.
+programs written for one, which ``dtorch exec`` runs, and are applied by name only. With them in force the libraries
+choose ``"cuda"`` by themselves, so ``dtorch exec`` adds only those of ``*-loading``.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import warnings
 from importlib.metadata import PackageNotFoundError, version
 
+from dtorch.core.imports import after_import
+
 from .base import Patch, PatchError
 
-__all__ = ["Patch", "PatchError", "apply", "available", "revert"]
+__all__ = ["Patch", "PatchError", "apply", "apply_for_cuda_programs", "available", "revert"]
 
 # Module -> name of the patch in it, in the order in which they are applied.
 _LIBRARIES = {
@@ -53,23 +57,25 @@ def apply(*names: str) -> list[Patch]:
     Raises:
         PatchError: a name that no patch has, or a named patch that does not fit the installed version.
     """
-    chosen = [_find(name) for name in names]
-    if not names:
+    if names:
+        chosen = [_find(name) for name in names]
+        for patch in chosen:
+            patch.prepare()
+    else:
         chosen = [patch for patch in map(_load, _LIBRARIES, _LIBRARIES.values()) if _installed(patch.library)]
-    fitting = []
-    for patch in chosen:  # all is imported before anything is changed: modules copy functions of others into themselves
-        try:
-            if not patch.applied:
-                patch.prepare()
-        except PatchError as e:
-            if names:
-                raise
-            warnings.warn(str(e), stacklevel=2)
-        else:
-            fitting.append(patch)
-    for patch in fitting:
-        patch.apply()
-    return fitting
+    return _apply_fitting(chosen)
+
+
+def apply_for_cuda_programs() -> None:
+    """Put in force what a program written for a CUDA device needs, and imports no library that it does not import.
+
+    A library's loading is changed once the program has imported the library; where the installed version does not fit,
+    it is left as it is, with a warning.
+    """
+    apply(*(patch.name for patch in map(_load, _CUDA, _CUDA.values())))
+    for patch in map(_load, _LIBRARIES, _LIBRARIES.values()):
+        if patch.name.endswith("-loading"):
+            after_import(patch.module or patch.library, functools.partial(_apply_fitting, [patch]))
 
 
 def revert(*names: str) -> None:
@@ -80,6 +86,21 @@ def revert(*names: str) -> None:
     """
     for patch in reversed([_find(name) for name in names] if names else available()):
         patch.revert()
+
+
+def _apply_fitting(chosen: list[Patch]) -> list[Patch]:
+    """Put those in force that fit the installed versions, and warn of the others; returns the former."""
+    fitting = []
+    for patch in chosen:  # all is imported before anything is changed: modules copy functions of others into themselves
+        try:
+            patch.prepare()
+        except PatchError as e:
+            warnings.warn(str(e), stacklevel=3)
+        else:
+            fitting.append(patch)
+    for patch in fitting:
+        patch.apply()
+    return fitting
 
 
 def _load(module: str, name: str) -> Patch:

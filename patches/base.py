@@ -59,6 +59,7 @@ class Patch:
         versions: first version it fits and first one it no longer fits, as tuples of numbers.
         reason: what fails without it; one line.
         replacements: gives the changes. Called by ``apply``, so that naming a patch imports no library.
+        module: module of the library that a program has imported where the patch matters; by default the whole library.
     """
 
     name: str
@@ -66,7 +67,13 @@ class Patch:
     versions: tuple[tuple[int, ...], tuple[int, ...]]
     reason: str
     replacements: Callable[[], Iterable[Replacement]]
+    module: str = ""
     _undo: list[tuple[Any, str, Any]] = field(default_factory=list, repr=False, compare=False)
+
+    @property
+    def version_range(self) -> str:
+        """The versions that it fits, in words."""
+        return f"from {_text(self.versions[0])} to below {_text(self.versions[1])}"
 
     @property
     def applied(self) -> bool:
@@ -83,8 +90,8 @@ class Patch:
         first, beyond = self.versions
         if not first <= _numbers(installed) < beyond:
             raise PatchError(
-                f"The patch {self.name!r} is for {self.library} from {_text(first)} to below {_text(beyond)}, and "
-                f"{installed} is installed: install a version in that range."
+                f"The patch {self.name!r} is for {self.library} {self.version_range}, and {installed} is installed: "
+                "install a version in that range."
             )
         return list(self.replacements())
 

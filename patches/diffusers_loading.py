@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from dtorch.client.tensor import DTensor
+
 from .base import Patch, Replacement
 
 
@@ -37,7 +39,8 @@ def _convert_there(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_mesh(device: Any) -> bool:
-    return device != "disk" and torch.device(device).type == "dtorch"
+    """Whether tensors made on a device are distributed, whatever it is called."""
+    return device != "disk" and isinstance(torch.empty(0, device=device), DTensor)
 
 
 def _replacements() -> Iterator[Replacement]:
@@ -52,4 +55,5 @@ DIFFUSERS_LOADING = Patch(
     versions=((0, 42), (0, 43)),
     reason="weights of another dtype would be read and converted in the program before they go to the mesh",
     replacements=_replacements,
+    module="diffusers.models.model_loading_utils",
 )

@@ -63,4 +63,5 @@ TRANSFORMERS_LOADING = Patch(
     versions=((5, 24), (5, 25)),
     reason="threads would load to the first mesh instead of the default one, and errors would not name the file",
     replacements=_replacements,
+    module="transformers.modeling_utils",
 )

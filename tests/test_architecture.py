@@ -15,7 +15,7 @@ PACKAGE = ROOT / "dtorch"
 # Higher layers may import lower ones; modules of one rank only themselves.
 RANK = {
     "core": 0, "native": 0, "comm": 1, "protocol": 2, "planner": 3, "client": 4, "controller": 4, "worker": 4,
-    "launch": 5, "parallel": 6, "nn": 7, "api": 8, "cli": 9,
+    "launch": 5, "parallel": 6, "nn": 7, "api": 8, "autoload": 8, "cli": 9,
 }  # fmt: skip
 MAX_LINES = 600
 # Reads of the environment outside core/config.py, each with its reason.

@@ -43,13 +43,9 @@ def exec_(
 def _prepare(shape: MeshShape | None, mode: Mode | None) -> contextlib.AbstractContextManager[object]:
     """Put the patches in force; returns the mesh to enter, which starts no worker before its first use."""
     import dtorch.api  # makes the device known to torch
-    from dtorch.patches.cuda_amp import CUDA_AMP
-    from dtorch.patches.cuda_devices import CUDA_DEVICES
-    from dtorch.patches.cuda_runtime import CUDA_RUNTIME
-    from dtorch.patches.cuda_streams import CUDA_STREAMS
+    from dtorch import patches
 
-    for patch in (CUDA_DEVICES, CUDA_RUNTIME, CUDA_STREAMS, CUDA_AMP):
-        patch.apply()
+    patches.apply_for_cuda_programs()
     if mode is not None:
         dtorch.init(mode=mode)
     if shape is None:

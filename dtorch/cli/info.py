@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import pkgutil
 import platform
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from typing import Annotated, Any
 
 import typer
@@ -27,10 +25,13 @@ def info(
     if as_json:
         typer.echo(json.dumps(facts))
         return
+    patches = facts.pop("patches")
     width = max(map(len, facts))
     for name, value in facts.items():
-        text = ", ".join(value) or "none" if isinstance(value, list) else value
-        typer.echo(f"{name:{width}}  {text}")
+        typer.echo(f"{name:{width}}  {', '.join(value) if isinstance(value, list) else value}")
+    typer.echo("patches")
+    for patch in patches:
+        typer.echo(f"  {patch['name']}  ({patch['library']} {patch['versions']}): {patch['reason']}")
 
 
 def _facts() -> dict[str, Any]:
@@ -80,9 +81,10 @@ def _native_part() -> str:
     return "not built; the first use builds it where there is a C++ compiler"
 
 
-def _patches() -> list[str]:
-    """Names of the patch modules that this installation has."""
-    spec = find_spec("dtorch.patches")
-    if spec is None or spec.submodule_search_locations is None:
-        return []
-    return sorted(module.name for module in pkgutil.iter_modules(spec.submodule_search_locations))
+def _patches() -> list[dict[str, str]]:
+    """Every patch that there is of other libraries; none is in force before `dtorch.patch()` or `dtorch exec`."""
+    from dtorch.patches import available
+
+    return [
+        {"name": p.name, "library": p.library, "versions": p.version_range, "reason": p.reason} for p in available()
+    ]

@@ -7,12 +7,15 @@ from typing import Annotated
 import typer
 
 import dtorch
+from dtorch.cli.bench_links import bench_links
 from dtorch.cli.errors import OneLineGroup
 from dtorch.cli.exec import exec_
 from dtorch.cli.generate import generate
 from dtorch.cli.info import info
 from dtorch.cli.models import models
+from dtorch.cli.plan import plan
 from dtorch.cli.run import run
+from dtorch.cli.suggest import suggest
 
 app = typer.Typer(name="dtorch", cls=OneLineGroup, pretty_exceptions_enable=False)
 
@@ -38,6 +41,9 @@ def group(
 app.command()(run)
 app.command()(generate)
 app.command("exec", context_settings={"allow_interspersed_args": False})(exec_)
+app.command()(plan)
+app.command()(suggest)
+app.command("bench-links")(bench_links)
 app.command()(info)
 app.command()(models)
 

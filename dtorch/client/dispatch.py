@@ -217,12 +217,13 @@ def run(  # noqa: C901  (one loop, kept flat because every operator passes throu
     if ready is None:
         try:
             ready = make_ready(cls, session, func, info, args, kwargs or _NO_KWARGS, k, ids)
-        except OnClient:
+        except OnClient as e:
             slots = tensors_of(cls, args, kwargs or _NO_KWARGS)
             if not all(t._h.spec.is_replicated for t in slots):
                 if session.config.strict or is_strict():
                     refuse_gather(func, [t.placements for t in slots])
-                note_fallback(func)
+                if not e.by_rule:
+                    note_fallback(func)
             return run_on_client(cls, session, func, args, kwargs or _NO_KWARGS)
         if ready is None:  # an argument was re-placed: its spec, and so the key, changed
             return run(cls, func, info, args, kwargs)

@@ -69,7 +69,8 @@ def create(
     session.emitted()
     assert ready.spec is not None
     out = wrap(session, new, ready.spec)
-    if not is_random and small_enough(ready.spec.shape, ready.spec.dtype) and func._schema.name not in _UNKNOWN:
+    name, spec = func._schema.name, ready.spec
+    if not is_random and name not in _UNKNOWN and small_enough(spec.shape, spec.dtype, name in _FILLS):
         with torch.inference_mode(False), torch.no_grad():
             out._h.shadow = func(*args, **kwargs, device="cpu")
     if held != placements:

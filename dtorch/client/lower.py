@@ -89,10 +89,15 @@ def encode_plan(session: Session, plan: Plan, args: Sequence[Any], kwargs: dict[
         [result(r) for r in plan.results],
         plan.kernel,
         list(plan.resize) if plan.resize else None,
-        plan.dynamic | plan.random << 1,
+        plan.dynamic | plan.random << 1 | _writes_unseen(plan) << 2,
         steps(plan.after),
         [[[slot, steps([(slot, (step,))])[0][1][0]] for slot, step in row] for row in plan.rounds],
     ]
+
+
+def _writes_unseen(plan: Plan) -> bool:
+    """Whether an argument is written that is none of the results."""
+    return not {r.alias for r in plan.results if r.same}.issuperset(plan.call.written_slots())
 
 
 def encode_move(session: Session, steps: Sequence[Step], src: TensorSpec, dst: TensorSpec) -> list[Any]:

@@ -147,6 +147,12 @@ def is_ours(generator: Any) -> bool:
 def generator_number(session: Session, generator: Any, mesh: MeshLayout) -> int:
     """Number of the generator for a draw on ``mesh``, with its state brought there first."""
     stream = _ours[generator._cdata]._stream if generator is not None else streams(session).default  # type: ignore[attr-defined]
+    bring(session, stream, mesh)
+    return stream.number
+
+
+def bring(session: Session, stream: Stream, mesh: MeshLayout) -> None:
+    """Bring a stream's state to the workers of a mesh, where the next draw happens."""
     if stream.home is not None and stream.owner() is not session:
         set_state(stream, get_state(stream))
     stream.owner = weakref.ref(session)
@@ -157,13 +163,23 @@ def generator_number(session: Session, generator: Any, mesh: MeshLayout) -> int:
     elif stream.seed is not None:
         session.buf.extend((C.SEED, stream.number, stream.seed))
         stream.seed = None
-        stream.home = mesh
     elif stream.home is not None and stream.home is not mesh:
         missed = session.workers_of(mesh) - session.workers_of(stream.home)
         if missed:
             _carry(session, stream, mesh)
     stream.home = mesh
-    return stream.number
+
+
+def every_stream(session: Session) -> list[Stream]:
+    """The session's default stream, and those of all generators that the program holds."""
+    return [streams(session).default, *(g._stream for g in list(_ours.values()))]  # type: ignore[attr-defined]
+
+
+def settle(session: Session, stream: Stream) -> None:
+    """Send a seed that waits for the next draw."""
+    if stream.seed is not None:
+        session.buf.extend((C.SEED, stream.number, stream.seed))
+        stream.owner, stream.seed, stream.home = weakref.ref(session), None, None
 
 
 def _state_spec(session: Session, mesh: MeshLayout) -> TensorSpec:

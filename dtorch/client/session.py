@@ -7,13 +7,15 @@ happen under one lock, by whichever thread needs it. A small timer thread flushe
 from __future__ import annotations
 
 import itertools
+import logging
 import os
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import msgpack
 import torch
@@ -21,18 +23,15 @@ import torch
 from dtorch.client.errors import remote_error
 from dtorch.client.files import OpenFiles
 from dtorch.client.shared import Arena, Segment
-from dtorch.client.sites import Sites, thread_of
+from dtorch.client.sites import Sites, caller, site_within, thread_of
 from dtorch.core.config import SessionConfig
 from dtorch.core.errors import DtorchError, RemoteError, SessionClosedError, WorkerLostError
 from dtorch.core.mesh import DeviceMesh, axis_kinds
 from dtorch.core.placements import Placement
 from dtorch.core.spec import ROLLED, MeshLayout, TensorSpec
 from dtorch.protocol import commands as C
-from dtorch.protocol.link import Ack, Link, Reply, WorkerLost, WorkerUp
+from dtorch.protocol.link import Ack, Link, Reply, Restarting, WorkerLost, WorkerUp
 from dtorch.protocol.values import encode_spec
-
-if TYPE_CHECKING:
-    pass
 
 # A batch leaves when the stream holds this many values (about 64 operators), or after _LINGER_S.
 _BATCH_VALUES = 320
@@ -48,6 +47,7 @@ MAX_MESHES = 64
 
 
 _numbers = itertools.count(1)
+_log = logging.getLogger("dtorch")
 
 
 class Request:
@@ -77,6 +77,9 @@ class Session:
         ids: next free tensor id.
         plans: call key -> ready plan.
         reads: how often the program waited for values, or for shapes that depend on values.
+        recorder: notes everything that is sent while a call is being captured.
+        wire_plans: plan number -> its form on the wire.
+        records: number -> form on the wire of the records in use, for workers that join later.
     """
 
     def __init__(self, link: Link, config: SessionConfig) -> None:
@@ -86,12 +89,16 @@ class Session:
         self.lock = threading.RLock()
         self.buf: list[Any] = []
         self.frames: list[bytes | memoryview] = []
+        self.shares = False  # whether the next batch names memory of this process
         self.sites = Sites()
         self.ids: Callable[[], int] = itertools.count(1).__next__
         self.plans: dict[Any, Any] = {}
         self.closed: str | None = None
         self.workers: dict[int, WorkerUp] = {}
         self.observer: Any = None
+        self.recorder: Any = None
+        self.wire_plans: dict[int, list[Any]] = {}
+        self.records: dict[int, list[Any]] = {}
         self.files = OpenFiles(self)
         self.arena = Arena(self)
         self._requests: dict[int, Request] = {}
@@ -181,9 +188,14 @@ class Session:
             self._device_worker.update(assigned)
             joined = sorted(set(assigned.values()) - known)
             if joined and self._definitions:
-                count = self._site_base + len(self.sites)
-                self._send([*self._definitions, C.COUNT, count], [], 0, joined)
+                records = [x for number, data in self.records.items() for x in (C.RECORD, number, data)]
+                self._send([*self._definitions, *records, C.COUNT, self.issued], [], 0, joined)
         return [self._device_worker[d] for d in mesh.devices]
+
+    @property
+    def issued(self) -> int:
+        """Number of operators issued so far."""
+        return self._site_base + len(self.sites)
 
     def take_ids(self, count: int) -> int:
         """The first of ``count`` consecutive ids; other threads take theirs without a lock."""
@@ -237,8 +249,13 @@ class Session:
         if threading.get_ident() != self._thread:
             self.sites.note_threads()
         number = next(self._plan_ids)
+        self.wire_plans[number] = data
         self.define(C.PLAN, number, data)
         return number + C.FIRST_PLAN
+
+    def known_specs(self) -> dict[int, TensorSpec]:
+        """The specs that the workers know, by number."""
+        return {number: spec for spec, number in self._spec_ids.items()}
 
     def define(self, *command: Any) -> None:
         """Append a command that workers which join later must hear as well."""
@@ -286,6 +303,8 @@ class Session:
             del self.buf[:n]
             frames, self.frames = self.frames, []
             size, self._bytes = self._bytes, 0
+            if self.recorder is not None:
+                self.recorder.sent(commands, frames)
             self._flushes += 1
             self._send(commands, frames, size)
             self._drain(0.0)
@@ -309,8 +328,9 @@ class Session:
         self, commands: list[Any], frames: list[bytes | memoryview], size: int, targets: Sequence[int] | None = None
     ) -> None:
         self._seq += 1
-        self._sent_ops.append((self._seq, self._site_base + len(self.sites), size))
-        self.link.send_batch(self._seq, [msgpack.packb(commands), *frames], targets)
+        self._sent_ops.append((self._seq, self.issued, size))
+        shared, self.shares = self.shares, False
+        self.link.send_batch(self._seq, [msgpack.packb(commands), *frames], targets, shared)
 
     def _drain(self, timeout_s: float | None) -> bool:
         """Handle what has arrived; waits for the first message up to ``timeout_s``. Whether there was any."""
@@ -332,6 +352,11 @@ class Session:
                     self._site_base += 1
         elif isinstance(event, Reply):
             self._reply(event.frames)
+        elif isinstance(event, Restarting):
+            _log.warning(
+                "Worker %d (pid %d, devices %s) was lost: %s. All workers start again and repeat what is needed.",
+                event.index, event.pid, list(event.devices), event.reason,
+            )  # fmt: skip
         elif isinstance(event, WorkerUp):
             self.workers[event.index] = event
         elif isinstance(event, WorkerLost):
@@ -375,9 +400,11 @@ class Session:
             callback()
 
     def _failed(self, header: list[Any]) -> None:
-        _, serial, op, device, kind, text, trace, shapes = header
+        _, serial, op, device, kind, text, trace, shapes, step = header
         index = serial - self._site_base
         site = self.sites[index] if 0 <= index < len(self.sites) else None
+        if step is not None and site is not None:
+            site = site_within(site, step)
         error = remote_error(op, device, kind, text, trace, shapes, site)
         if serial not in self._by_serial:
             self._by_serial[serial] = error
@@ -402,6 +429,8 @@ class Session:
     # -- waiting ----------------------------------------------------------------------------------------------------
     def request(self, expected: int) -> tuple[int, Request]:
         """A new request that ``expected`` workers will answer."""
+        if self.recorder is not None:
+            self.recorder.block("it reads a value that only the workers know", caller(sys._getframe(1)))
         if threading.get_ident() != self._thread:
             self.sites.note_threads()
         number, request = next(self._request_ids), Request(expected)
@@ -529,9 +558,13 @@ class Session:
             self.limit = _BATCH_VALUES
             self._wake.set()
 
-    def _flush_quietly(self) -> None:
-        with suppress(DtorchError):  # the session is over; its users are told at their next call
-            self.flush()
+    def _quietly(self, do: Callable[[], Any]) -> None:
+        """Do something on the timer's thread; when that ends the session, its users are told at their next call."""
+        try:
+            do()
+        except DtorchError as error:
+            with self.lock:
+                self._end(str(error), type(error))
 
     def _tick(self) -> None:
         """Flush what has waited for a turn; sleep soundly while nothing happens."""
@@ -540,14 +573,12 @@ class Session:
             time.sleep(_LINGER_S)
             if self.buf and self._flushes == seen:
                 idle = 0
-                self._flush_quietly()
+                self._quietly(self.flush)
             elif not self.buf and not self._requests:
                 idle += 1
             if self._requests and self.lock.acquire(blocking=False):
                 try:
-                    self._drain(0.0)
-                except DtorchError:
-                    return  # as above
+                    self._quietly(partial(self._drain, 0.0))
                 finally:
                     self.lock.release()
             seen = self._flushes
@@ -558,5 +589,5 @@ class Session:
                 self.limit = -1
                 while not self._wake.wait(_IDLE_S):
                     if self.buf and self.closed is None:  # tensors have been dropped, which wakes nobody
-                        self._flush_quietly()
+                        self._quietly(self.flush)
                 idle = 0

@@ -94,6 +94,7 @@ class Arena:
                     copy(self._bytes[offset:end].view(spec.dtype).view(piece.shape), piece)
                     session.sites.append(site)
                     session.buf.extend((C.LOAD, tensor_id, number, ARENA, offset, name, box, "a plain tensor"))
+                    session.shares = True
                     self._free.rotate(-1)
                     self._free[-1] = offset, session.flush()
             except BaseException:

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-Site = tuple[Any, ...]  # code object, instruction offset, and perhaps the thread
+# Code object, instruction offset, and perhaps the thread. Where a record ran, the sites of its operators come fourth.
+Site = tuple[Any, ...]
 
 _PATCHES = find_spec("dtorch.patches")  # in an editable installation its folder lies beside dtorch's
 _INSIDE = (
@@ -30,6 +31,10 @@ class Sites(deque[Site]):
 
     __slots__ = ()
 
+    def append_replay(self, site: Site, within: list[Site]) -> None:
+        """Append the site at which a record runs whose operators were issued at these sites."""
+        deque.append(self, (*site, threading.get_ident() if type(self) is _SitesOfThreads else None, within))
+
     def note_threads(self) -> None:
         """From now on the thread that issues an operator is kept too."""
         self.__class__ = _SitesOfThreads  # the same object: threads are appending to it
@@ -45,6 +50,12 @@ class _SitesOfThreads(Sites):
 def thread_of(site: Site | None) -> int | None:
     """The thread that issued an operator, where it is known."""
     return site[2] if site is not None and len(site) > 2 else None
+
+
+def site_within(site: Site, step: int) -> Site:
+    """The site of an operator of the record that ran at this site."""
+    _, _, thread, within = site
+    return (*within[step][:2], thread)
 
 
 def caller(frame: FrameType) -> Site:

@@ -14,6 +14,7 @@ from dtorch.client.future import TensorFuture
 from dtorch.client.handle import Handle
 from dtorch.core.errors import PlacementError, refuse
 from dtorch.core.mesh import DeviceMesh
+from dtorch.core.pieces import put_piece
 from dtorch.core.placements import REPLICATE, Placement, normalize
 from dtorch.core.torch_private import disabled_torch_function, make_wrapper_subclass
 
@@ -373,9 +374,9 @@ class _ToLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        box, shape = ctx.back.box(ctx.position), ctx.back.shape
-        around = [n for (a, b), size in zip(reversed(box), reversed(shape), strict=True) for n in (a, size - b)]
-        return _from_host(torch.nn.functional.pad(grad, around), ctx.session, ctx.back), None
+        whole = torch.zeros(ctx.back.shape, dtype=grad.dtype)
+        put_piece(whole, ctx.back, ctx.position, grad.detach())
+        return _from_host(whole, ctx.session, ctx.back), None
 
 
 def _from_host(grad: torch.Tensor, session: Any, spec: Any) -> Any:

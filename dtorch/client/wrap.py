@@ -15,6 +15,7 @@ from dtorch.client.lower import encode_move, wrapper_maker
 from dtorch.client.session import Request, Session
 from dtorch.client.shared import Segment
 from dtorch.client.sites import caller
+from dtorch.core.pieces import put_piece
 from dtorch.core.placements import REPLICATE, Placement
 from dtorch.core.spec import MeshLayout, TensorSpec, dense_strides
 from dtorch.planner.redistribute import plan_steps
@@ -50,7 +51,7 @@ def rewrap(h: Handle) -> Any:
 
 
 def small_enough(shape: Sequence[int], dtype: torch.dtype, rearranged: bool = False) -> bool:
-    """Whether a tensor made from host data, or by ``rearranged`` moving elements about, keeps a host copy."""
+    """Whether a tensor made from host data keeps a host copy; ``rearranged``: one of constants, or of elements moved about."""
     real = dtype.is_floating_point or dtype.is_complex
     if real and len(shape) > 1 and not rearranged:
         return False  # data, not a schedule
@@ -77,6 +78,8 @@ def put(
     if t.layout != torch.strided or t.is_quantized or t.is_nested:
         kind = "quantized" if t.is_quantized else "nested" if t.is_nested else str(t.layout)
         raise RuntimeError(f"A {kind} tensor cannot be distributed: dtorch takes strided ones. Call .to_dense() first.")
+    if session.recorder is not None:
+        session.recorder.uploads(t)
     parameter = t.requires_grad  # trained, not steered by
     with torch.no_grad(), torch.inference_mode(False):
         t = t.detach().cpu()
@@ -196,15 +199,13 @@ class Pending:
         h: Handle = t._h
         self.spec, self.session = h.spec, h.session
         self.keep = t  # the tensor must not be freed before the workers have read it
-        self.boxes: dict[Any, int] = {}
-        for position in range(h.spec.mesh.size):
-            self.boxes.setdefault(h.spec.box(position), position)
+        self.positions = sorted({h.spec.spans(p): p for p in range(h.spec.mesh.size)}.values())
         self.segment: Segment | None = None
         large = h.spec.nbytes >= _LARGE_BYTES and Segment.live < _MOST_SEGMENTS
         if large and self.session.config.shares_memory:
             with suppress(OSError):  # too many descriptors, or no memory: then the value comes in the stream
                 self.segment = Segment(h.spec.nbytes)
-        self.request: Request = self.session.fetch(h.id, h.spec, list(self.boxes.values()), self.segment)
+        self.request: Request = self.session.fetch(h.id, h.spec, self.positions, self.segment)
 
     def get(self) -> torch.Tensor:
         """Wait and assemble.
@@ -220,13 +221,12 @@ class Pending:
                 value = self.segment.bytes(mmap.MAP_PRIVATE).view(spec.dtype).as_strided(spec.shape, stride)
                 self.segment.close()
                 return value
-            pieces = {box: _tensor(self.request.parts[p], spec, box) for box, p in self.boxes.items()}
-            if len(pieces) == 1:
-                full = next(iter(pieces.values()))
-            else:
+            pieces = [_tensor(self.request.parts[p], spec, p) for p in self.positions]
+            full = pieces[0]
+            if len(pieces) > 1:
                 full = torch.empty(spec.shape, dtype=spec.dtype)
-                for box, piece in pieces.items():
-                    full[tuple(slice(a, b) for a, b in box)] = piece
+                for p, piece in zip(self.positions, pieces, strict=True):
+                    put_piece(full, spec, p, piece)
             if not spec.is_contiguous:
                 full = torch.empty_strided(spec.shape, stride, dtype=spec.dtype).copy_(full)
         return full
@@ -244,11 +244,11 @@ def piece(t: Any, position: int) -> torch.Tensor:
     h: Handle = t._h
     request = h.session.fetch(h.id, h.spec, [position])
     h.session.finish(request)
-    return _tensor(request.parts[position], h.spec, h.spec.box(position))
+    return _tensor(request.parts[position], h.spec, position)
 
 
-def _tensor(data: memoryview, spec: TensorSpec, box: Any) -> torch.Tensor:
-    shape = tuple(b - a for a, b in box)
+def _tensor(data: memoryview, spec: TensorSpec, position: int) -> torch.Tensor:
+    shape = spec.local_shape(position)
     if not len(data):
         return torch.empty(shape, dtype=spec.dtype)
     flat = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -263,6 +263,9 @@ def to_host(t: Any) -> torch.Tensor:
         refresh(t)
     shadow = live_shadow(t._h)
     if shadow is not None:
+        recorder = t._h.session.recorder
+        if recorder is not None:
+            recorder.reads_copy(t._h, caller(sys._getframe(1)))
         with torch.inference_mode(False), torch.no_grad():
             value: torch.Tensor = shadow.detach().clone()
     else:

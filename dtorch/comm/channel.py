@@ -12,7 +12,7 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 
 from dtorch.core.errors import CommError, ProtocolError
@@ -90,8 +90,15 @@ class Channel:
 
     # Sending
 
-    def send(self, frames: Sequence[Buffer], timeout_s: float | None = None) -> None:
+    def send(
+        self, frames: Sequence[Buffer], timeout_s: float | None = None, idle: Callable[[], None] | None = None
+    ) -> None:
         """Send one message and wait until the kernel has all of it.
+
+        Args:
+            frames: the message; they may be changed when this returns or raises.
+            timeout_s: how long at most; ``None``: for ever.
+            idle: called every second while the peer does not read.
 
         Raises:
             ChannelClosedError: the peer has ended.
@@ -105,7 +112,9 @@ class Channel:
                 remaining = None if deadline is None else deadline - time.monotonic()
                 if remaining is not None and remaining <= 0:
                     raise CommError(f"the peer has not read for {timeout_s} s")
-                self._writable.poll(None if remaining is None else remaining * 1000)
+                slice_s = remaining if idle is None else min(1.0, 1.0 if remaining is None else remaining)
+                if not self._writable.poll(None if slice_s is None else slice_s * 1000) and idle is not None:
+                    idle()
         except BaseException:
             # The caller may change its buffers from now on.
             self._outgoing = deque([(bytes(_after(piece, counts)), []) for piece, counts in self._outgoing])

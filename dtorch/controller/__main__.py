@@ -12,7 +12,8 @@ import sys
 import traceback
 
 from dtorch.comm.channel import Channel
-from dtorch.controller.server import ControllerConfig, Server
+from dtorch.controller.log import Log
+from dtorch.controller.server import ControllerConfig, Server, SharedMemory
 from dtorch.controller.state import ControllerState
 
 
@@ -25,8 +26,11 @@ def main() -> None:
     for descriptor in (config.client_fd, config.census_fd):
         os.set_inheritable(descriptor, False)
     client = Channel(socket.socket(fileno=config.client_fd))
-    server = Server(config, client, ControllerState(os.getpid(), socket.gethostname()))
-    server.run()
+    log = None
+    if config.restarts:
+        log = Log(config.log_operators, config.log_bytes, config.snapshots_dir, SharedMemory().read)
+    state = ControllerState(os.getpid(), socket.gethostname(), log, config.restarts)
+    Server(config, client, state).run()
     # The client does this as well, if it has not been killed or interrupted.
     shutil.rmtree(config.session_dir, ignore_errors=True)
 

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import mmap
+import os
 import socket
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from dtorch.comm.channel import Buffer, Channel, ChannelClosedError, Frame, pack
 from dtorch.controller.loop import Loop
 from dtorch.controller.spawner import NullSpawner, Spawner, TemplateSpawner
 from dtorch.controller.state import (
     ControllerState,
+    DropSnapshot,
     Instruction,
     KillWorker,
     PassToClient,
@@ -20,13 +26,16 @@ from dtorch.controller.state import (
     StartWorker,
     StopAll,
     ToClient,
+    ToWorker,
 )
 from dtorch.core.errors import CommError, ProtocolError
 from dtorch.protocol.codec import decode, encode
-from dtorch.protocol.messages import AddWorker, Exited, Fault, Forked
+from dtorch.protocol.messages import AddWorker, Exited, Fault, Forked, Stopped
 
 _STOP_MARGIN_S = 0.5
 """What the template gets, after the workers' grace, to end them by force and itself."""
+_TICK_S = 0.25
+"""How often the state looks at the clock while anything happens."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +49,8 @@ class ControllerConfig:
         executor: ``module:name`` of what workers run batches with.
         physical: the torch device type on which workers keep tensors.
         null_workers: how many null workers there are instead of real ones.
+        restarts: see ``ControllerState``; 0 keeps no log.
+        log_operators, log_bytes: see ``Log``.
     """
 
     client_fd: int
@@ -48,11 +59,19 @@ class ControllerConfig:
     executor: str
     physical: str
     null_workers: int = 0
+    restarts: int = 0
+    log_operators: int = 0
+    log_bytes: int = 0
 
     @property
     def peers_dir(self) -> str:
         """Where workers meet to form process groups."""
         return f"{self.session_dir}/peers"
+
+    @property
+    def snapshots_dir(self) -> str:
+        """Where workers write snapshots."""
+        return f"{self.session_dir}/snapshots"
 
 
 class Server:
@@ -60,24 +79,36 @@ class Server:
 
     def __init__(self, config: ControllerConfig, client: Channel, state: ControllerState) -> None:
         self._client, self._state = client, state
+        self._snapshots_dir = config.snapshots_dir
         self._loop = Loop()
         self._workers: dict[int, Channel] = {}
+        self._instructions: deque[Instruction] = deque()
+        self._performing = False
         self._stop_at: float | None = None
+        self._tick_at = 0.0
         self._loop.watch(client, self._on_client)
         self._spawner = self._make_spawner(config)
 
     def run(self) -> None:
         """Serve; returns when all workers have ended."""
         while not self._spawner.stopped or self._stop_at is None:
-            timeout_s = None if self._stop_at is None else self._stop_at - time.monotonic()
-            if timeout_s is not None and timeout_s <= 0:
-                self._spawner.abandon()
-            else:
-                self._loop.step(timeout_s)
+            now_s = time.monotonic()
+            if self._stop_at is not None:
+                if now_s >= self._stop_at:
+                    self._spawner.abandon()
+                else:
+                    self._loop.step(self._stop_at - now_s)
+                continue
+            if now_s >= self._tick_at:
+                self._tick_at = now_s + _TICK_S
+                self._spawner.check(now_s)
+                self._perform(self._state.tick(now_s))
+            self._loop.step(_TICK_S if self._state.is_busy else None)
 
     def _make_spawner(self, config: ControllerConfig) -> Spawner:
         if config.null_workers:
-            connections = [self._connect(self._state.add_worker((i,))) for i in range(config.null_workers)]
+            requests = [AddWorker((i,), 1, {}) for i in range(config.null_workers)]
+            connections = [self._connect(self._state.add_worker(request)) for request in requests]
             return NullSpawner(self._on_report, connections, config.census_fd)
         settings = {"executor": config.executor, "physical": config.physical, "peers_dir": config.peers_dir}
         return TemplateSpawner(self._loop, self._on_report, settings, config.census_fd)
@@ -120,16 +151,19 @@ class Server:
             self._perform(self._state.worker_broke(index, str(error)))
         except ChannelClosedError:
             self._loop.unwatch(channel)
-            self._spawner.kill(index)  # it is ending, or has lost its mind; how it ended is reported next
+            self._perform(self._state.worker_left(index))
 
     def _take(self, index: int, channel: Channel) -> None:
         """Handle what has been read from a worker."""
         while (frames := channel.take()) is not None:
             self._perform(self._state.worker_sent(index, decode(frames[0]), frames))
 
-    def _on_report(self, report: Forked | Exited) -> None:
+    def _on_report(self, report: Forked | Exited | Stopped) -> None:
         if isinstance(report, Forked):
             self._state.worker_forked(report.index, report.pid)
+            return
+        if isinstance(report, Stopped):
+            self._state.worker_stopped(report.index, bool(report.stopped))
             return
         channel = self._workers.get(report.index)
         if channel is None:
@@ -151,29 +185,47 @@ class Server:
     # What is to be done
 
     def _perform(self, instructions: Sequence[Instruction]) -> None:
-        for instruction in instructions:
-            if isinstance(instruction, PassToWorkers):
-                pieces = pack(instruction.frames)
-                for index in instruction.indexes:
-                    self._post(self._workers[index], pieces)
-            elif isinstance(instruction, ToClient):
-                self._post(self._client, pack([encode(instruction.message)]))
-            elif isinstance(instruction, PassToClient):
-                self._post(self._client, pack(instruction.frames))
-            elif isinstance(instruction, StartWorker):
-                self._start(instruction.index, instruction.request)
-            elif isinstance(instruction, KillWorker):
-                self._spawner.kill(instruction.index)
-            elif isinstance(instruction, StopAll):
-                self._stop(instruction.grace_ms)
-
-    def _start(self, index: int, request: AddWorker) -> None:
-        try:
-            connection = self._connect(index)
-        except OSError as error:
-            self._perform(self._state.worker_ended(index, f"the controller has no more descriptors: {error}"))
+        """Carry them out, after those whose carrying out led here."""
+        self._instructions.extend(instructions)
+        if self._performing:
             return
-        self._spawner.start(index, request, connection)
+        self._performing = True
+        while self._instructions:
+            self._carry_out(self._instructions.popleft())
+        self._performing = False
+
+    def _carry_out(self, instruction: Instruction) -> None:
+        if isinstance(instruction, PassToWorkers):
+            pieces = pack(instruction.frames)
+            for index in instruction.indexes:
+                self._post(self._workers[index], pieces)
+        elif isinstance(instruction, ToClient):
+            self._post(self._client, pack([encode(instruction.message)]))
+        elif isinstance(instruction, PassToClient):
+            self._post(self._client, pack(instruction.frames))
+        elif isinstance(instruction, ToWorker):
+            self._post(self._workers[instruction.index], pack([encode(instruction.message)]))
+        elif isinstance(instruction, StartWorker):
+            self._start(instruction)
+        elif isinstance(instruction, KillWorker):
+            self._spawner.kill(instruction.index)
+        elif isinstance(instruction, StopAll):
+            self._stop(instruction.grace_ms)
+        else:
+            self._delete(instruction)
+
+    def _start(self, start: StartWorker) -> None:
+        try:
+            connection = self._connect(start.index)
+        except OSError as error:
+            self._perform(self._state.worker_ended(start.index, f"the controller has no more descriptors: {error}"))
+            return
+        self._spawner.start(start.index, start.request, connection, start.generation)
+
+    def _delete(self, drop: DropSnapshot) -> None:
+        for path in Path(self._snapshots_dir).glob(f"{drop.number}-*"):
+            with contextlib.suppress(FileNotFoundError):  # the session is ending
+                path.unlink()
 
     def _connect(self, index: int) -> socket.socket:
         """Watch one end of a new connection for a worker; returns the other."""
@@ -201,3 +253,25 @@ class Server:
             return  # its end is read next
         if flushed:
             self._loop.want_write(channel, False)
+
+
+class SharedMemory:
+    """The client's shared memory, read for the log."""
+
+    def __init__(self) -> None:
+        self._maps: dict[str, mmap.mmap] = {}
+
+    def read(self, path: str, offset: int, count: int) -> bytes:
+        """A copy of a part of it; ``path`` as in MAP.
+
+        Raises:
+            OSError, ValueError: there is no such memory.
+        """
+        found = self._maps.get(path)
+        if found is None:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                found = self._maps[path] = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+            finally:
+                os.close(descriptor)
+        return found[offset : offset + count]

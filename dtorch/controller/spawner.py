@@ -23,16 +23,19 @@ from dtorch.protocol.messages import (
     Kill,
     Message,
     Stop,
+    Stopped,
     TemplateFailed,
     TemplateReady,
 )
 
-Report = Callable[[Forked | Exited], None]
+Report = Callable[[Forked | Exited | Stopped], None]
 
 _TEMPLATE_ENVIRONMENT = {
     "OMP_WAIT_POLICY": "passive",  # idle threads of one worker must not spin on the cores of another
 }
 _MAX_REPORT_BYTES = 1 << 18  # more than a SEQPACKET socket takes
+_STOPPED_S = 1.0
+"""A template that a signal stopped for so long is ended."""
 
 
 class Spawner(Protocol):
@@ -41,11 +44,14 @@ class Spawner(Protocol):
     stopped: bool
     """No process of it is left, after ``stop``."""
 
-    def start(self, index: int, request: AddWorker, connection: socket.socket) -> None:
+    def start(self, index: int, request: AddWorker, connection: socket.socket, generation: int) -> None:
         """Start a worker that owns ``connection``; ``Forked`` or ``Exited`` follows."""
 
     def kill(self, index: int) -> None:
         """Kill a worker unless it has ended; ``Exited`` follows if it has not been reported."""
+
+    def check(self, now_s: float) -> None:
+        """Look whether it still works; to be called a few times a second while anything happens."""
 
     def stop(self, grace_ms: int) -> None:
         """Begin to end everything, by force after ``grace_ms``."""
@@ -76,20 +82,42 @@ class TemplateSpawner:
         self._forking: int | None = None
         self._ready = False
         self._failure: str | None = None
+        self._stopped_s: float | None = None
         self._launch()
 
-    def start(self, index: int, request: AddWorker, connection: socket.socket) -> None:
+    def start(self, index: int, request: AddWorker, connection: socket.socket, generation: int) -> None:
         """As ``Spawner.start``."""
         if self._process is None:
             self._launch()
         self._living.add(index)
-        self._requests.append((Fork(index, request.devices, request.threads, request.env), connection))
+        self._requests.append((Fork(index, request.devices, request.threads, request.env, generation), connection))
         self._send_request()
 
     def kill(self, index: int) -> None:
         """As ``Spawner.kill``."""
-        if index in self._living:
+        waiting = next((pair for pair in self._requests if pair[0].index == index), None)
+        if waiting is not None:
+            self._requests.remove(waiting)
+            waiting[1].close()
+            self._on_exited(Exited(index, "it was not started"))
+        elif index in self._living:
             self._tell(Kill(index))
+
+    def check(self, now_s: float) -> None:
+        """As ``Spawner.check``: a template that a signal has stopped is ended, and its workers with it."""
+        process = self._process
+        if process is None or process.returncode is not None:
+            return
+        # Without WEXITED the process is not collected here, and WNOWAIT leaves it in the state that is asked for.
+        if os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is None:
+            self._stopped_s = None
+        elif self._stopped_s is None:
+            self._stopped_s = now_s
+        elif now_s - self._stopped_s >= _STOPPED_S:
+            self._failure = (
+                f"a signal stopped the template process (pid {process.pid}), which was ended with its workers"
+            )
+            process.kill()
 
     def stop(self, grace_ms: int) -> None:
         """As ``Spawner.stop``."""
@@ -128,6 +156,7 @@ class TemplateSpawner:
         theirs.close()
         os.close(read_end)
         self._ready, self._failure, self._forking, self.stopped = False, None, None, False
+        self._stopped_s = None
         self._loop.watch(self._control, self._on_ready)
 
     def _tell(self, message: Message, connections: Sequence[socket.socket] = ()) -> str | None:
@@ -164,6 +193,8 @@ class TemplateSpawner:
             self._failure = message.text
         elif isinstance(message, Forked):
             self._forking = None
+            self._report(message)
+        elif isinstance(message, Stopped):
             self._report(message)
         elif isinstance(message, Exited):
             self._on_exited(message)
@@ -218,7 +249,7 @@ class NullSpawner:
         for connection in connections:
             connection.close()
 
-    def start(self, index: int, request: AddWorker, connection: socket.socket) -> None:
+    def start(self, index: int, request: AddWorker, connection: socket.socket, generation: int) -> None:
         """As ``Spawner.start``."""
         connection.close()
         self._report(Exited(index, "a session of null workers takes no others"))
@@ -227,6 +258,9 @@ class NullSpawner:
         """As ``Spawner.kill``, but they all end."""
         self._process.kill()
         self._report(Exited(index, f"the process of the null workers ended with {describe_exit(self._process.wait())}"))
+
+    def check(self, now_s: float) -> None:
+        """As ``Spawner.check``; null workers are for measuring, which may stop them."""
 
     def stop(self, grace_ms: int) -> None:
         """As ``Spawner.stop``; null workers have nothing to leave."""

@@ -26,6 +26,10 @@ class SessionConfig:
         null_workers: for measuring: this many workers that do nothing, one for each device.
         file_roots: workers read files below these directories only, links resolved; ``None``: every file that this user
             may read.
+        restarts: how often in a row lost workers are started again, and brought to where they were, before something new
+            is done; 0: the loss of a worker ends the session.
+        log_operators: operators that are repeated after a loss at most, roughly; beyond that workers write snapshots.
+        log_bytes: the same for what the controller keeps of uploads and operators, in its memory.
     """
 
     mode: str = "local"
@@ -36,6 +40,9 @@ class SessionConfig:
     strict: bool = False
     null_workers: int = 0
     file_roots: Sequence[str] | None = None
+    restarts: int = 3
+    log_operators: int = 100_000
+    log_bytes: int = 1 << 30
 
     def __post_init__(self) -> None:
         faults = []
@@ -45,6 +52,10 @@ class SessionConfig:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 faults.append(f"{name}={value!r} must be a positive number or None.")
+        for name in ("restarts", "log_operators", "log_bytes"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 0:
+                faults.append(f"{name}={value!r} must be a whole number, at least 0.")
         refuse(faults, DtorchError)
         if isinstance(self.file_roots, str):
             raise DtorchError(f"file_roots={self.file_roots!r} must be a list of directories.")

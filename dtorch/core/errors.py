@@ -8,6 +8,7 @@ DtorchError(RuntimeError)
 ├── SessionClosedError  the session has been shut down, or belongs to another process (fork)
 ├── LoadError           a file of weights that is missing, damaged or does not fit; an OSError as well
 ├── CommError           a connection failed
+│   └── ControllerLostError   the session's controller ended, and its workers with it
 └── ProtocolError       a malformed message
 """
 
@@ -83,6 +84,10 @@ class LoadError(DtorchError, OSError):
 
 class CommError(DtorchError):
     """A connection between client, controller and workers failed."""
+
+
+class ControllerLostError(CommError):
+    """The controller ended or was stopped; its workers, and the tensors in them, are gone with it."""
 
 
 class ProtocolError(DtorchError):

@@ -34,18 +34,34 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Shard(Placement):
-    """The tensor is cut along dimension ``dim`` in pieces of ``ceil(size / devices)``; the last may be short or empty."""
+    """The tensor is cut along dimension ``dim`` in pieces of ``ceil(size / devices)``; the last may be short or empty.
+
+    Args:
+        dim: the tensor dimension.
+        segments: lengths of consecutive parts of the dimension that are cut each for itself, so that every device has
+            its piece of each: what ``cat`` makes of sharded tensors without moving anything. The pieces of a negative
+            length go to the devices in reverse order: ``(n, -n)`` gives every device as many early as late indices.
+    """
 
     dim: int
+    segments: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        segments = tuple(n for n in self.segments if n)
+        object.__setattr__(self, "segments", () if len(segments) == 1 and segments[0] > 0 else segments)
 
     def __eq__(self, other: object) -> bool:
-        return type(other).__name__ == "Shard" and getattr(other, "dim", None) == self.dim
+        return (
+            type(other).__name__ == "Shard"
+            and getattr(other, "dim", None) == self.dim
+            and getattr(other, "segments", ()) == self.segments
+        )
 
     def __hash__(self) -> int:
-        return hash(("Shard", self.dim))
+        return hash(("Shard", self.dim, self.segments))
 
     def __repr__(self) -> str:
-        return f"Shard(dim={self.dim})"
+        return f"Shard(dim={self.dim}, segments={self.segments})" if self.segments else f"Shard(dim={self.dim})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +151,6 @@ def _inside(p: Placement, axis: int, ndim: int) -> Placement:
     if not isinstance(p, Shard):
         return p
     if -ndim <= p.dim < ndim:
-        return Shard(p.dim % ndim)
+        return Shard(p.dim % ndim, p.segments)
     known = f"so the dimension must lie in [{-ndim}, {ndim - 1}]." if ndim else "use Replicate()."
     raise PlacementError(f"Shard({p.dim}) on mesh axis {axis}: the tensor has {ndim} dimensions, {known}")

@@ -1,7 +1,8 @@
 """What is known of a distributed tensor without its data, and which part of it each device holds.
 
-A device's part is a box: for each tensor dimension an interval ``[start, stop)`` in global coordinates. Everything
-that must know local shapes (planner, workers, redistribution, the client when it assembles a value) asks here.
+A device's piece is given by spans: for each tensor dimension the intervals ``[start, stop)`` of global coordinates that
+lie one after the other in it. There is one interval, and the piece is a box, unless the dimension is cut in segments.
+Everything that must know local shapes (planner, workers, redistribution, the client when it assembles a value) asks here.
 """
 
 from __future__ import annotations
@@ -9,13 +10,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cache, cached_property
+from itertools import accumulate, pairwise, product
 from typing import Any
 
 import torch
 
+from dtorch.core.errors import PlacementError
 from dtorch.core.placements import Partial, Placement, Replicate, Shard
 
-Box = tuple[tuple[int, int], ...]
+Span = tuple[int, int]
+Box = tuple[Span, ...]
 
 # Ids of rolled layouts start here, beyond those of meshes that the user makes.
 ROLLED = 1 << 20
@@ -120,15 +124,47 @@ def chunk(start: int, stop: int, parts: int, index: int) -> tuple[int, int]:
     return low, min(low + step, stop)
 
 
-def local_box(
+def local_spans(
     shape: Sequence[int], placements: Sequence[Placement], mesh_shape: Sequence[int], coordinate: Sequence[int]
-) -> Box:
-    """The box that the device at ``coordinate`` holds; axes cut in order, so nested shards of one dimension nest."""
-    box = [(0, n) for n in shape]
+) -> tuple[tuple[Span, ...], ...]:
+    """The spans that the device at ``coordinate`` holds; axes cut in order, so nested shards of one dimension nest."""
+    spans: list[tuple[Span, ...]] = [((0, n),) for n in shape]
     for p, parts, index in zip(placements, mesh_shape, coordinate, strict=True):
-        if isinstance(p, Shard):
-            box[p.dim] = chunk(*box[p.dim], parts, index)
-    return tuple(box)
+        if not isinstance(p, Shard):
+            continue
+        if not p.segments:
+            length = sum(b - a for a, b in spans[p.dim])
+            spans[p.dim] = _within(spans[p.dim], *chunk(0, length, parts, index))
+            continue
+        found: list[Span] = []
+        for n, (start, stop) in zip(p.segments, pairwise(accumulate(map(abs, p.segments), initial=0)), strict=True):
+            mine = tuple((max(a, start), min(b, stop)) for a, b in spans[p.dim] if max(a, start) < min(b, stop))
+            low, high = chunk(0, sum(b - a for a, b in mine), parts, index if n > 0 else parts - 1 - index)
+            found.extend(_within(mine, low, high) if low < high else ())
+        spans[p.dim] = _joined(found) or ((shape[p.dim], shape[p.dim]),)
+    return tuple(spans)
+
+
+def _within(spans: Sequence[Span], low: int, high: int) -> tuple[Span, ...]:
+    """What lies between two places of the sequence that the spans form together."""
+    found, at = [], 0
+    for a, b in spans:
+        start, stop = max(a, a + low - at), min(b, a + high - at)
+        if start < stop:
+            found.append((start, stop))
+        at += b - a
+    return tuple(found) or ((spans[-1][1],) * 2,)
+
+
+def _joined(spans: Sequence[Span]) -> tuple[Span, ...]:
+    """Spans that touch as one."""
+    out: list[Span] = []
+    for a, b in spans:
+        if out and out[-1][1] == a:
+            out[-1] = (out[-1][0], b)
+        else:
+            out.append((a, b))
+    return tuple(out)
 
 
 def box_shape(box: Box) -> tuple[int, ...]:
@@ -161,13 +197,25 @@ def dense_strides(shape: Sequence[int], global_shape: Sequence[int], global_stri
 
 @dataclass(frozen=True, eq=False)
 class TensorSpec(metaclass=Interned):
-    """Shape, strides (elements), dtype and placements of one distributed tensor on one mesh. Equal specs are one object."""
+    """Shape, strides (elements), dtype and placements of one distributed tensor on one mesh. Equal specs are one object.
+
+    Raises:
+        PlacementError: segments that are not of the dimension's size.
+    """
 
     mesh: MeshLayout
     placements: tuple[Placement, ...]
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        for p in self.placements:
+            if isinstance(p, Shard) and p.segments and sum(map(abs, p.segments)) != self.shape[p.dim]:
+                raise PlacementError(
+                    f"{p} of a tensor of shape {self.shape}: the segments' lengths must add up to the size of the "
+                    f"dimension, {self.shape[p.dim]}."
+                )
 
     @property
     def ndim(self) -> int:
@@ -203,13 +251,37 @@ class TensorSpec(metaclass=Interned):
         want = contiguous_strides(self.shape)
         return self.numel == 0 or all(n <= 1 or a == b for n, a, b in zip(self.shape, self.stride, want, strict=True))
 
+    def spans(self, position: int) -> tuple[tuple[Span, ...], ...]:
+        """What the device at this position of the mesh holds of each dimension, in the order in which it lies there."""
+        return local_spans(self.shape, self.placements, self.mesh.shape, self.mesh.coordinates[position])
+
     def box(self, position: int) -> Box:
-        """The part held by the device at this position of the mesh."""
-        return local_box(self.shape, self.placements, self.mesh.shape, self.mesh.coordinates[position])
+        """The part held by the device at this position of the mesh.
+
+        Raises:
+            PlacementError: it is no box, but cut in segments.
+        """
+        spans = self.spans(position)
+        if any(len(s) > 1 for s in spans):
+            raise PlacementError(f"{self} is cut in segments, so no device has one box of it.")
+        return tuple(s[0] for s in spans)
+
+    def parts(self, position: int) -> list[tuple[Box, Box]]:
+        """The boxes that the device holds: in global coordinates, and where they lie in its piece."""
+        dims = []
+        for spans in self.spans(position):
+            places = pairwise(accumulate((b - a for a, b in spans), initial=0))
+            dims.append(list(zip(spans, places, strict=True)))
+        return [(tuple(g for g, _ in part), tuple(here for _, here in part)) for part in product(*dims)]
 
     def local_shape(self, position: int) -> tuple[int, ...]:
-        """Shape of that part."""
-        return box_shape(self.box(position))
+        """Shape of the device's piece."""
+        return tuple(sum(b - a for a, b in spans) for spans in self.spans(position))
+
+    @cached_property
+    def is_segmented(self) -> bool:
+        """Whether some axis cuts a dimension in segments."""
+        return any(isinstance(p, Shard) and bool(p.segments) for p in self.placements)
 
     def shards_of(self, dim: int) -> int:
         """Number of pieces into which a tensor dimension is cut."""

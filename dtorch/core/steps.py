@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
+from typing import Any
 
 from dtorch.core.placements import Partial, Replicate
 from dtorch.core.spec import Box, TensorSpec, dense_strides
@@ -59,6 +61,12 @@ def intersect(a: Box, b: Box) -> Box | None:
     return tuple(out)
 
 
+def common_boxes(a: TensorSpec, at: int, b: TensorSpec, there: int) -> list[Box]:
+    """What a device of one spec and a device of another both hold; each box lies in one part of either."""
+    found = (intersect(x, y) for (x, _), (y, _) in product(a.parts(at), b.parts(there)))
+    return [box for box in found if box is not None]
+
+
 def transfers(
     step: Step,
     sources: Sequence[int],
@@ -74,24 +82,23 @@ def transfers(
     if step.kind in ("slice", "mask"):
         found = []
         for position in targets:
-            box = intersect(dst.box(position), src.box(position))
-            if box is not None and not _is_neutral(step, position):
-                found.append(Transfer(position, position, box))
+            if not _is_neutral(step, position):
+                found += [Transfer(position, position, box) for box in common_boxes(dst, position, src, position)]
         return found
-    holders: dict[Box, list[int]] = {}
+    holders: dict[Any, list[int]] = {}
     for position in sources:
-        holders.setdefault(src.box(position), []).append(position)
+        holders.setdefault(src.spans(position), []).append(position)
     turn = dict.fromkeys(holders, 0)
     found = []
     for target in targets:
-        wanted, device = dst.box(target), dst.mesh.devices[target]
+        device = dst.mesh.devices[target]
         for held, positions in holders.items():
-            box = intersect(wanted, held)
-            if box is None:
+            boxes = common_boxes(dst, target, src, positions[0])
+            if not boxes:
                 continue
             own = [p for p in positions if src.mesh.devices[p] == device]
             choice = own or [p for p in positions if near(p, target)] or positions
-            found.append(Transfer(choice[turn[held] % len(choice)], target, box))
+            found += [Transfer(choice[turn[held] % len(choice)], target, box) for box in boxes]
             turn[held] += not own
     return found
 

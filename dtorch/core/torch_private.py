@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.optim.optimizer
 from torch.jit import _builtins
+from torch.utils import _pytree
 from torch.utils._device import DeviceContext, _device_constructors
 from torch.utils._mode_utils import no_dispatch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
@@ -128,3 +129,18 @@ def script_as(new: Any, old: Any) -> None:
     operator = _builtins._find_builtin(old)
     if operator is not None:
         _builtins._register_builtin(new, operator)
+
+
+def trees() -> Any:
+    """torch's functions on nested containers (``tree_flatten``, ``tree_unflatten``); libraries register theirs there."""
+    return _pytree
+
+
+def modes_are_active() -> bool:
+    """Whether a dispatch mode wants to see every operator."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
+def function_modes() -> int:
+    """Number of active torch function modes, such as ``with torch.device(...):``."""
+    return torch._C._len_torch_function_stack()

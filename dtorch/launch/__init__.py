@@ -14,6 +14,10 @@ def make_link(config: SessionConfig) -> Link:
         DtorchError: this machine has no devices of the type that workers are to use.
     """
     _check_device_type(config.device_type)
+    if config.mode == "inline" and config.null_workers:
+        from dtorch.launch.dry import DryLink
+
+        return DryLink()
     if config.mode == "inline":
         from dtorch.launch.inline import InlineLink  # not above: the template must be up before it imports torch
 

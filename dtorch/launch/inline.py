@@ -28,7 +28,9 @@ class InlineLink:
         self._events.append(WorkerUp(0, os.getpid(), socket.gethostname(), tuple(self._executor.devices)))
         return dict.fromkeys(devices, 0)
 
-    def send_batch(self, seq: int, frames: Sequence[bytes | memoryview], targets: Sequence[int] | None = None) -> None:
+    def send_batch(
+        self, seq: int, frames: Sequence[bytes | memoryview], targets: Sequence[int] | None = None, shared: bool = False
+    ) -> None:
         """Run the batch now."""
         with outside_of_dispatch():
             self._executor.run(frames)

@@ -28,12 +28,16 @@ from pathlib import Path
 
 from dtorch.comm.channel import Buffer, Channel, ChannelClosedError, Frame
 from dtorch.comm.lifetime import describe_exit
-from dtorch.core.errors import CommError, ProtocolError, SessionClosedError
+from dtorch.core.errors import CommError, ControllerLostError, ProtocolError, SessionClosedError
 from dtorch.protocol.codec import decode, encode
 from dtorch.protocol.messages import PROTOCOL_VERSION, AddWorker, Fault, Hello, Shutdown, Welcome
 
 _GRACE_S = 0.5
 """What workers get at ``close`` to leave what they are in."""
+_WATCH_S = 1.0
+"""How often a client that waits looks whether its controller still runs."""
+_STOPPED_S = 2.0
+"""A controller that a signal stopped for so long is ended."""
 
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 
@@ -48,12 +52,17 @@ class LaunchConfig:
         env: environment variables of all processes, on top of the client's.
         null_workers: if not 0, there are this many workers from the start, numbered from 0, each with the device of
             its number, which do no work (``dtorch.worker.null``); ``add_worker`` then gets none.
+        restarts: how often in a row lost workers are started again before something new is done; 0: they stay lost.
+        log_operators, log_bytes: above either a snapshot is taken, from which restarted workers begin.
     """
 
     executor: str = "dtorch.worker.executor:Executor"
     physical: str = "cpu"
     env: Mapping[str, str] = field(default_factory=dict)
     null_workers: int = 0
+    restarts: int = 0
+    log_operators: int = 100_000
+    log_bytes: int = 1 << 30
 
 
 class LocalLink:
@@ -70,6 +79,8 @@ class LocalLink:
         self._owner_pid = os.getpid()
         self._closed = False
         self._death: str | None = None
+        self._watched_s = time.monotonic()
+        self._stopped_s: float | None = None
         self._welcomed = False
         self._resources = ExitStack()
         try:
@@ -86,7 +97,7 @@ class LocalLink:
         """As ``Link.send``."""
         self._check_open()
         try:
-            self._channel.send(message)
+            self._channel.send(message, idle=self._watch)
         except ChannelClosedError as error:
             raise self._dead() from error
 
@@ -95,10 +106,10 @@ class LocalLink:
         self._check_open()
         started = time.monotonic()
         try:
-            frames = self._channel.receive(timeout_s)
+            frames = self._next(timeout_s)
             if frames is not None and not self._welcomed:
                 self._check_welcome(frames)
-                frames = self._channel.receive(timeout_s and max(0.0, started + timeout_s - time.monotonic()))
+                frames = self._next(timeout_s and max(0.0, started + timeout_s - time.monotonic()))
         except ChannelClosedError as error:
             raise self._dead() from error
         return frames
@@ -137,7 +148,8 @@ class LocalLink:
         resources = self._resources
         self._session_dir = tempfile.mkdtemp(prefix="dtorch-")  # readable by this user alone
         resources.callback(shutil.rmtree, self._session_dir, ignore_errors=True)
-        os.mkdir(f"{self._session_dir}/peers")
+        for name in ("peers", "snapshots"):
+            os.mkdir(f"{self._session_dir}/{name}")
         with ExitStack() as childs:
             self._census, census = os.pipe()
             resources.callback(os.close, self._census)
@@ -158,6 +170,9 @@ class LocalLink:
             "executor": config.executor,
             "physical": config.physical,
             "null_workers": config.null_workers,
+            "restarts": config.restarts,
+            "log_operators": config.log_operators,
+            "log_bytes": config.log_bytes,
         }
         environment = {**os.environ, **config.env}
         # The children import this very package, and nothing from the current directory.
@@ -188,9 +203,40 @@ class LocalLink:
         if self._closed:
             raise SessionClosedError("the session has been shut down")
         if self._death is not None:
-            raise CommError(self._death)
+            raise ControllerLostError(self._death)
 
-    def _dead(self) -> CommError:
+    def _next(self, timeout_s: float | None) -> list[Frame] | None:
+        """As ``Channel.receive``, with an eye on the controller."""
+        end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            left_s = _WATCH_S if end_s is None else min(_WATCH_S, max(0.0, end_s - time.monotonic()))
+            frames = self._channel.receive(left_s)
+            if frames is not None:
+                return frames
+            self._watch()
+            if end_s is not None and time.monotonic() >= end_s:
+                return None
+
+    def _watch(self) -> None:
+        """To be called now and then while nothing comes: a controller that a signal has stopped is ended.
+
+        Raises:
+            ControllerLostError: it was.
+        """
+        now_s = time.monotonic()
+        if now_s - self._watched_s < _WATCH_S:
+            return
+        self._watched_s, process = now_s, self._process
+        # Without WEXITED the process is not collected here, and WNOWAIT leaves it in the state that is asked for.
+        if process.returncode is None and os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT):
+            self._stopped_s = now_s if self._stopped_s is None else self._stopped_s
+            if now_s - self._stopped_s >= _STOPPED_S:
+                process.kill()
+                raise self._dead(f"was stopped by a signal, did not go on within {_STOPPED_S:g} s, and")
+        else:
+            self._stopped_s = None
+
+    def _dead(self, before: str = "") -> ControllerLostError:
         """Note that, and how, the controller has ended."""
         try:
             code = self._process.wait(timeout=1.0)
@@ -198,10 +244,10 @@ class LocalLink:
             self._process.kill()
             code = self._process.wait()
         self._death = (
-            f"the controller process (pid {self._process.pid}) ended with {describe_exit(code)}; its workers, and the "
-            "tensors in them, are gone with it; start a new session"
+            f"the controller process (pid {self._process.pid}) {before and before + ' '}ended with {describe_exit(code)}; "
+            "its workers, and the tensors in them, are gone with it; start a new session"
         )
-        return CommError(self._death)
+        return ControllerLostError(self._death)
 
     def _abandon(self) -> None:
         """In a fork of the owner: let go of everything that would keep the session alive."""

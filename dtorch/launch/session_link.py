@@ -13,7 +13,7 @@ from dtorch.core.errors import DtorchError
 from dtorch.launch.local import LaunchConfig, LocalLink
 from dtorch.protocol import messages as M
 from dtorch.protocol.codec import decode, encode
-from dtorch.protocol.link import Ack, Event, Reply, WorkerLost, WorkerUp
+from dtorch.protocol.link import Ack, Event, Reply, Restarting, WorkerLost, WorkerUp
 
 # Threads of a worker that wait for work must not spin: client, controller and workers share the cores.
 _WORKER_ENV = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
@@ -31,7 +31,14 @@ class ProcessLink:
         self._most = config.workers or cores()
         roots = {} if config.file_roots is None else {"DTORCH_FILE_ROOTS": os.pathsep.join(config.file_roots)}
         self._link = LocalLink(
-            LaunchConfig(physical=config.device_type, env={**_WORKER_ENV, **roots}, null_workers=config.null_workers)
+            LaunchConfig(
+                physical=config.device_type,
+                env={**_WORKER_ENV, **roots},
+                null_workers=config.null_workers,
+                restarts=0 if config.null_workers else config.restarts,
+                log_operators=config.log_operators,
+                log_bytes=config.log_bytes,
+            )
         )
         self._count = 0
         self._shared = 0
@@ -56,9 +63,11 @@ class ProcessLink:
             self._count += 1
         return found
 
-    def send_batch(self, seq: int, frames: Sequence[bytes | memoryview], targets: Sequence[int] | None = None) -> None:
-        """Send a batch to every worker, or to the targets."""
-        self._link.send([encode(M.Batch(seq, None if targets is None else tuple(targets))), *frames])
+    def send_batch(
+        self, seq: int, frames: Sequence[bytes | memoryview], targets: Sequence[int] | None = None, shared: bool = False
+    ) -> None:
+        """Send a batch to every worker, or to the targets; ``shared``: it names memory of this process."""
+        self._link.send([encode(M.Batch(seq, None if targets is None else tuple(targets), int(shared))), *frames])
 
     def receive(self, timeout_s: float | None) -> Event | None:
         """The next event."""
@@ -76,6 +85,8 @@ class ProcessLink:
             return Reply([memoryview(f) for f in frames[1:]])
         if isinstance(message, M.WorkerUp):
             return WorkerUp(message.index, message.pid, message.host, message.devices)
+        if isinstance(message, M.Restarting):
+            return Restarting(message.index, message.pid, message.devices, message.reason)
         if isinstance(message, M.WorkerLost):
             return WorkerLost(message.index, message.pid, message.devices, message.reason)
         if isinstance(message, M.Fault):

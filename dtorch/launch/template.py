@@ -24,7 +24,17 @@ from dtorch.comm.channel import Channel
 from dtorch.comm.lifetime import describe_exit, end_with_parent
 from dtorch.core.errors import ProtocolError
 from dtorch.protocol.codec import clip, decode, encode
-from dtorch.protocol.messages import Exited, Fork, Forked, Kill, Message, Stop, TemplateFailed, TemplateReady
+from dtorch.protocol.messages import (
+    Exited,
+    Fork,
+    Forked,
+    Kill,
+    Message,
+    Stop,
+    Stopped,
+    TemplateFailed,
+    TemplateReady,
+)
 from dtorch.worker.server import ExecutorFactory, serve
 
 _MAX_REQUEST_BYTES = 1 << 18
@@ -123,13 +133,15 @@ class Template:
             for child in self._children.values():
                 os.close(child.lifeline)
             os.environ.update(request.env)
+            peers_dir = f"{self._settings.peers_dir}/{request.generation}"
+            os.makedirs(peers_dir, exist_ok=True)
             code = serve(
                 Channel(connection),
                 index=request.index,
                 devices=request.devices,
                 threads=request.threads,
                 factory=self._factory,
-                peers_dir=self._settings.peers_dir,
+                peers_dir=peers_dir,
                 physical=self._settings.physical,
             )
         except SystemExit:
@@ -140,15 +152,20 @@ class Template:
             os._exit(code)
 
     def _reap(self) -> None:
-        """Report the workers that have ended."""
+        """Report the workers that have ended, or were stopped by a signal, or go on after that."""
         while _drain(self._wake_read):
             pass
         for pid in list(self._children):
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                child = self._children.pop(pid)
-                os.close(child.lifeline)
-                self._report(Exited(child.index, describe_exit(os.waitstatus_to_exitcode(status))))
+            found, status = os.waitpid(pid, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
+            if not found:
+                continue
+            child = self._children[pid]
+            if os.WIFSTOPPED(status) or os.WIFCONTINUED(status):
+                self._report(Stopped(child.index, int(os.WIFSTOPPED(status))))
+                continue
+            del self._children[pid]
+            os.close(child.lifeline)
+            self._report(Exited(child.index, describe_exit(os.waitstatus_to_exitcode(status))))
 
     def _signal(self, signum: int, index: int | None = None) -> None:
         """Send a signal to one worker, or to all."""

@@ -1,5 +1,5 @@
 // What PyTorch asks of a device backend in C++ and cannot get from Python: a device guard that knows how many devices
-// there are, the PrivateUse1 hooks, and generators. The devices are names only: nothing here allocates or computes.
+// there are, the PrivateUse1 hooks, generators, and an allocator that refuses. The devices are names only: nothing here allocates or computes.
 //
 // The guard must be C++. Autograd's engine switches devices while it unwinds from an exception, and a guard that has to
 // enter Python at that moment ends the process instead of letting the exception reach the caller of backward().
@@ -65,6 +65,16 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void synchronizeEvent(void*) const override {}
 };
 
+// Without an allocator, torch.UntypedStorage(device="dtorch") would end the process.
+struct Refusal final : c10::Allocator {
+  c10::DataPtr allocate(size_t) override {
+    TORCH_CHECK(
+        false, "a storage on a device of dtorch has no bytes in this process: make a tensor instead, for example with "
+        "torch.empty(size, dtype=torch.uint8, device=\"dtorch\").");
+  }
+  void copy_data(void*, const void*, std::size_t) const override { TORCH_CHECK(false, "there are no bytes to copy."); }
+};
+
 // A CPU generator that says it belongs to one of our devices: the same seed gives the same state as on the CPU.
 struct Generator final : at::CPUGeneratorImpl {
   Generator(DeviceIndex index, uint64_t seed) : CPUGeneratorImpl(seed) {
@@ -121,6 +131,7 @@ PyObject* setup(PyObject*, PyObject* argument) {
     try {
       at::RegisterPrivateUse1HooksInterface(new Hooks());  // first, since it refuses a second backend
       c10::impl::registerDeviceGuard(kDevice, new Guard());
+      c10::SetAllocator(kDevice, new Refusal());
     } catch (const c10::Error& error) {
       return PyErr_Format(
           PyExc_RuntimeError, "PyTorch refused the dtorch backend: %s", error.what_without_backtrace());

@@ -12,67 +12,102 @@ from dtorch.core.errors import PlacementError
 from dtorch.core.mesh import DeviceMesh
 from dtorch.core.placements import Placement, Replicate, Shard
 from dtorch.parallel.axes import axes
+from dtorch.parallel.experts import find_experts, on_own_experts
 from dtorch.parallel.inputs import cut_inputs
-from dtorch.parallel.pipeline import find_layers, move_inputs, stage_of_layers
+from dtorch.parallel.microbatches import in_micro_batches
+from dtorch.parallel.pipeline import Carrier, find_layers, move_inputs, share_parameters, stage_of_layers
 from dtorch.parallel.place import place
 from dtorch.parallel.plans import cuts
+from dtorch.parallel.sequences import cut_sequences
 from dtorch.parallel.zero import shard_states
 
 
 def parallelize(
-    module: nn.Module, mesh: DeviceMesh, plan: str | Mapping[str, Any] = "auto", *, zero: int = 0
+    module: nn.Module,
+    mesh: DeviceMesh,
+    plan: str | Mapping[str, Any] = "auto",
+    *,
+    zero: int = 0,
+    microbatches: int = 1,
+    chunks: int = 1,
+    workload: tuple[int, int] = (8, 512),
 ) -> nn.Module:
     """Place a module on a mesh; its code does not change, and it is called as before.
 
     Axes of the mesh by name, each size 1 means off: ``dp`` cuts the batch of the inputs, ``tp`` the layers, ``pp``
-    the list of layers, ``ulysses_cp`` and ``ring_cp`` the sequence of the inputs, ``ep`` the experts.
+    the list of layers, ``ulysses_cp`` and ``ring_cp`` the sequence of the inputs, ``ep`` the experts (and the batch, for
+    everything else).
 
     Args:
         module: changed in place, and returned.
         mesh: with ``mesh_dim_names``.
         plan: ``"auto"``: the model's own tensor-parallel plan, or one found for it; or a dict of patterns of module
-            names (``*`` matches one part) to styles such as ``"colwise"`` and ``"rowwise"``.
+            names (``*`` matches one part) to styles such as ``"colwise"`` and ``"rowwise"``; or ``"best"``: the first
+            layout that ``dtorch.suggest`` has for the devices of the mesh, in place of its axes.
         zero: 0, 1, 2 or 3: cut optimizer states, gradients, parameters along ``dp`` as well.
+        microbatches: a call cuts its batch into so many, as far as the batch divides, so that the stages of ``pp`` work
+            at once. For training with them see ``dtorch.parallel.schedule``.
+        chunks: stages on each coordinate of ``pp``: stage ``s`` lies on ``s % pp`` (for the interleaved schedule).
+        workload: for ``"best"``: batch and sequence length that calls will have.
 
     Raises:
         PlacementError: a layout that cannot work, before anything is placed.
     """
+    if plan == "best":
+        from dtorch.parallel.suggest import best_mesh
+
+        mesh, microbatches = best_mesh(module, mesh, *workload)
+        plan = "auto"
     if zero not in (0, 1, 2, 3):
         raise PlacementError(f"zero={zero!r}: use 0, 1, 2 or 3.")
+    for name, count in (("microbatches", microbatches), ("chunks", chunks)):
+        if count < 1:
+            raise PlacementError(f"{name}={count!r}: use a whole number of at least 1.")
     if isinstance(plan, str) and plan != "auto":
-        raise PlacementError(f"plan={plan!r}: use 'auto' or a dict of patterns to styles.")
+        raise PlacementError(f"plan={plan!r}: use 'auto', 'best' or a dict of patterns to styles.")
     chosen = cuts(module, None if isinstance(plan, str) else plan)
     tp, ep = axes(mesh, "tp"), axes(mesh, "ep")
     experts = _expert_parameters(module) if ep else frozenset()
-    stages = _stages(module, mesh)
+    stages = _stages(module, mesh, chunks)
 
     def where(name: str, t: torch.Tensor) -> tuple[DeviceMesh, tuple[Placement, ...]]:
         placements: list[Placement] = [Replicate()] * mesh.ndim
         if name in experts:
             for axis in ep:
                 placements[axis] = Shard(0)
-        if name in chosen and chosen[name] < t.dim():
+        if name in chosen and chosen[name].dim < t.dim():
             for axis in tp:
-                placements[axis] = Shard(chosen[name])
+                placements[axis] = chosen[name]
         stage = stages.mesh_of(name)
         return stage, tuple(placements[a] for a in stages.kept)
 
     place(module, where)
     if zero:
         shard_states(module, [stages.kept.index(a) for a in axes(mesh, "dp")], zero)
-    for part, there in stages.entries:
-        move_inputs(part, there)
-    batch, sequence = axes(mesh, "dp"), axes(mesh, "ulysses_cp", "ring_cp")
+    if ep or axes(mesh, "dp"):
+        for part in find_experts(module).values():
+            on_own_experts(part, [stages.kept.index(a) for a in ep])
+    carrier = Carrier()
+    for part, there, opens_stage in stages.entries:
+        share_parameters(part, there, carrier)
+        move_inputs(part, there, carrier, opens_stage)
+    # Where experts are spread, every device has tokens of its own outside of them.
+    batch, sequence = axes(mesh, "dp", "ep"), axes(mesh, "ulysses_cp", "ring_cp")
     first = stages.first
-    cut_inputs(module, first, [stages.kept.index(a) for a in batch], [stages.kept.index(a) for a in sequence])
+    sequence_axes = [stages.kept.index(a) for a in sequence]
+    if sequence_axes and cut_sequences(module, first, sequence_axes):
+        sequence_axes = []
+    cut_inputs(module, first, [stages.kept.index(a) for a in batch], sequence_axes)
+    if microbatches > 1:
+        in_micro_batches(module, microbatches)
     return module
 
 
 def _expert_parameters(module: nn.Module) -> frozenset[str]:
-    """Parameters that hold one matrix for each expert, in dimension 0."""
-    found = {
-        name for name, p in module.named_parameters() if ".experts." in f".{name}" and p.dim() == 3
-    }
+    """Parameters that hold one matrix, or bias, for each expert, in dimension 0."""
+    found = {name for name, p in module.named_parameters() if ".experts." in f".{name}" and p.dim() == 3}
+    for name, part in find_experts(module).items():
+        found.update(f"{name}.{own}" for own, p in part.named_parameters(recurse=False) if p.shape[:1] == (part.num_experts,))
     return frozenset(found)
 
 
@@ -81,9 +116,9 @@ class _Stages:
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.kept = list(range(mesh.ndim))
-        self.first = self.last = mesh
+        self.first = mesh
         self.prefixes: list[tuple[str, DeviceMesh]] = []
-        self.entries: list[tuple[nn.Module, DeviceMesh]] = []
+        self.entries: list[tuple[nn.Module, DeviceMesh, bool]] = []
 
     def mesh_of(self, name: str) -> DeviceMesh:
         """Mesh of a parameter by its full name."""
@@ -93,7 +128,7 @@ class _Stages:
         return self.first
 
 
-def _stages(module: nn.Module, mesh: DeviceMesh) -> _Stages:
+def _stages(module: nn.Module, mesh: DeviceMesh, chunks: int) -> _Stages:
     stages = _Stages(mesh)
     pp = axes(mesh, "pp")
     names = mesh.mesh_dim_names or ()
@@ -106,16 +141,17 @@ def _stages(module: nn.Module, mesh: DeviceMesh) -> _Stages:
     if mesh.ndim > 1:
         stages.kept = [a for a in range(mesh.ndim) if a != pp[0]]
     list_name, layers = find_layers(module)
-    assigned = stage_of_layers(list(layers), len(meshes))
-    stages.first, stages.last = meshes[0], meshes[-1]
+    assigned = stage_of_layers(list(layers), len(meshes) * chunks)
+    stages.first = meshes[0]
     for i, (layer, stage) in enumerate(zip(layers, assigned, strict=True)):
-        stages.prefixes.append((f"{list_name}.{i}.", meshes[stage]))
-        stages.entries.append((layer, meshes[stage]))
+        there = meshes[stage % len(meshes)]
+        stages.prefixes.append((f"{list_name}.{i}.", there))
+        stages.entries.append((layer, there, i > 0 and stage != assigned[i - 1]))
     # What comes after the list runs where the last layer ran: siblings registered after it, and the head.
     after = _modules_after(module, list_name)
     for name, part in after:
         stages.prefixes.append((f"{name}.", meshes[-1]))
-        stages.entries.append((part, meshes[-1]))
+        stages.entries.append((part, meshes[-1], False))
     return stages
 
 

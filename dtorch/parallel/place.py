@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from dtorch.client.factories import make
+from dtorch.client.graph import current_session
 from dtorch.client.tensor import DTensor, distribute_tensor
 from dtorch.core.mesh import DeviceMesh
 from dtorch.core.placements import Placement
@@ -38,8 +40,11 @@ def place(module: nn.Module, where: Where) -> nn.Module:
 def _placed(old: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> torch.Tensor:
     with torch.no_grad():
         data = old.detach()
-        if isinstance(data, DTensor):
-            new: torch.Tensor = data.redistribute(mesh, placements)
+        if data.is_meta and current_session().config.null_workers:
+            # Planned only: there are no values to place.
+            new: torch.Tensor = make(torch.empty, tuple(data.shape), {"dtype": data.dtype}, mesh, placements, None)
+        elif isinstance(data, DTensor):
+            new = data.redistribute(mesh, placements)
         else:
             new = distribute_tensor(data, mesh, placements)
     if isinstance(old, nn.Parameter):

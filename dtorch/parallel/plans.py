@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import nn
 
+from dtorch.core.placements import Shard
+
 # transformers' plan styles and those of torch.distributed.tensor.parallel, by what they mean for a weight of
 # (out_features, in_features): "out", "in", or None for whole.
 _STYLES: dict[str, str | None] = {
@@ -29,7 +31,7 @@ _STYLES: dict[str, str | None] = {
     "embedding_colwise": "hidden",
     "ColwiseParallel": "out",
     "RowwiseParallel": "in",
-    "PackedColwiseParallel": "out",  # of diffusers; packs need no care here, where columns keep their global order
+    "PackedColwiseParallel": "out",  # of diffusers
     "PackedRowwiseParallel": "in",
 }
 
@@ -50,8 +52,8 @@ def own_plan(model: nn.Module) -> dict[str, str]:
     return dict(plan) if isinstance(plan, Mapping) else {}
 
 
-def cuts(model: nn.Module, plan: Mapping[str, Any] | None) -> dict[str, int]:
-    """Parameter name -> dimension to cut, for a plan of patterns (``*`` matches one name or number)."""
+def cuts(model: nn.Module, plan: Mapping[str, Any] | None) -> dict[str, Shard]:
+    """Parameter name -> how to cut it, for a plan of patterns (``*`` matches one name or number)."""
     if plan is None:
         plan = own_plan(model)
         if not any(_STYLES.get(_style(s)) in ("out", "in") for s in plan.values() if s != "colwise_gather_output"):
@@ -59,18 +61,32 @@ def cuts(model: nn.Module, plan: Mapping[str, Any] | None) -> dict[str, int]:
     return _planned(model, plan)
 
 
-def _planned(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, int]:
-    compiled = [(re.compile(_pattern(p)), _STYLES.get(_style(s))) for p, s in plan.items()]
-    found: dict[str, int] = {}
+def _planned(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, Shard]:
+    compiled = [(re.compile(_pattern(p)), style, _STYLES.get(_style(style))) for p, style in plan.items()]
+    found: dict[str, Shard] = {}
     for module, name, parameter in _parameters(model):
         full = f"{module}.{name}" if module else name
-        for pattern, meaning in compiled:
+        for pattern, style, meaning in compiled:
             if meaning is None or not (pattern.fullmatch(full) or pattern.fullmatch(module)):
                 continue
-            dim = _dim(model.get_submodule(module), name, parameter, meaning)
+            layer = model.get_submodule(module)
+            dim = _dim(layer, name, parameter, meaning)
             if dim is not None:
-                found[full] = dim
+                found[full] = Shard(dim, _packed(layer, style, parameter.shape[dim]))
     return found
+
+
+def _packed(layer: nn.Module, style: Any, size: int) -> tuple[int, ...]:
+    """Lengths of what is packed along the cut dimension, each to be cut for itself; none where nothing is."""
+    if _style(style) == "packed_colwise":
+        blocks = [1, 1]  # gate and up
+    elif _style(style).startswith("Packed"):
+        kind = "col" if "Col" in _style(style) else "row"
+        blocks = style.blocks or getattr(layer, f"_tp_packed_{kind}_blocks", None) or [1]
+    else:
+        return ()
+    unit, rest = divmod(size, sum(blocks))
+    return () if rest else tuple(unit * n for n in blocks)
 
 
 def _style(style: Any) -> str:
@@ -106,9 +122,9 @@ def _dim(module: nn.Module, name: str, parameter: nn.Parameter, meaning: str) ->
     return None
 
 
-def found_cuts(model: nn.Module) -> dict[str, int]:
+def found_cuts(model: nn.Module) -> dict[str, Shard]:
     """A plan for a model that has none: linear layers by the names that such layers have, vocabularies by rows."""
-    found: dict[str, int] = {}
+    found: dict[str, Shard] = {}
     for module, name, parameter in _parameters(model):
         layer = model.get_submodule(module)
         full = f"{module}.{name}" if module else name
@@ -124,5 +140,5 @@ def found_cuts(model: nn.Module) -> dict[str, int]:
         else:
             continue
         if dim is not None:
-            found[full] = dim
+            found[full] = Shard(dim)
     return found

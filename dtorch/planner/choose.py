@@ -9,6 +9,7 @@ from dtorch.core.placements import REPLICATE, Partial, Placement, Replicate, Sha
 from dtorch.core.spec import MeshLayout, TensorSpec
 from dtorch.planner import context
 from dtorch.planner.rule import Label, Labels, Rule
+from dtorch.planner.segments import joined_candidate, may_cut
 
 # Relative cost of a local slice or mask against moving the same bytes between devices.
 _LOCAL = 0.02
@@ -62,16 +63,21 @@ def choose(
         current = [s.placements[axis] for s in specs]
         mode = context.mode(rule, specs, mesh, axis, 0 if ring is None else 1)
         if mode:
-            place = context.along_heads if mode == "ulysses" else context.along_sequence
+            cuts = context.segments(rule, specs, axis)
             ring = axis if mode == "ring" else ring
             label = rule.heads if mode == "ulysses" else rule.sequence[0]
             cut[label] = cut.get(label, 1) * parts
             for slot, labels in enumerate(rule.inputs):
-                ins[slot].append(place(rule, labels))
+                heads = mode == "ulysses"
+                ins[slot].append(
+                    context.along_heads(rule, labels) if heads else context.along_sequence(rule, labels, cuts)
+                )
             for i, labels in enumerate(rule.outputs):
-                whole = label in rule.reduce and label not in labels and mode == "ulysses"
-                made[i].append(Partial(rule.reduce[label]) if whole else place(rule, labels))
-                outs[i].append(context.along_sequence(rule, labels))
+                outs[i].append(context.along_sequence(rule, labels, cuts))
+                made[i].append(outs[i][-1])
+                if mode == "ulysses":
+                    whole = label in rule.reduce and label not in labels
+                    made[i][-1] = Partial(rule.reduce[label]) if whole else context.along_heads(rule, labels)
             continue
         best_cost, best = _ILLEGAL, None
         for candidate in _candidates(rule, current, sizes, cut, parts):
@@ -126,13 +132,16 @@ def _candidates(
 ) -> list[_Candidate]:
     found: list[_Candidate] = []
     # Labels that an input is cut along come first, so that ties keep the first sharded input where it is.
-    present: dict[Label, None] = {}
+    present: dict[tuple[Label, tuple[int, ...]], None] = {}
     for labels, p in zip(rule.inputs, current, strict=True):
-        if isinstance(p, Shard) and labels[p.dim] is not None:
-            present.setdefault(labels[p.dim])
-    for label in present:
+        if isinstance(p, Shard) and labels[p.dim] not in (None, rule.joined):
+            present.setdefault((labels[p.dim], p.segments if may_cut(rule, labels[p.dim]) else ()))
+    for label, segments in present:
         if _divides(rule, label, sizes, cut.get(label, 1) * parts):
-            found.extend(_cut_candidate(rule, label))
+            found.extend(_cut_candidate(rule, label, segments))
+    joined = joined_candidate(rule, current, parts) if rule.joined is not None else None
+    if joined is not None:
+        found.append(joined)
     for slots in rule.linear:
         # Only when all of them wait already: hiding a whole tensor behind a mask would delay the reduction for nothing.
         ops = {p.reduce_op if isinstance((p := current[slot]), Partial) else "" for slot in slots}
@@ -147,7 +156,8 @@ def _candidates(
 
 def legal(rule: Rule, sizes: dict[Label, int], parts: int) -> list[tuple[list[Placement], list[Placement]]]:
     """All placements of slots and results that a rule allows on one mesh axis of ``parts`` devices."""
-    found = [c for label in rule.labels if _divides(rule, label, sizes, parts) for c in _cut_candidate(rule, label)]
+    labels = [label for label in rule.labels if label != rule.joined and _divides(rule, label, sizes, parts)]
+    found = [c for label in labels for c in _cut_candidate(rule, label)]
     for slots in rule.linear:
         term = Partial(rule.linear_ops[0])
         ins: list[Placement] = [term if s in slots else REPLICATE for s in range(len(rule.inputs))]
@@ -163,9 +173,9 @@ def _divides(rule: Rule, label: Label, sizes: dict[Label, int], shards: int) -> 
     return label not in rule.units or rule.units[label] % shards == 0
 
 
-def _cut_candidate(rule: Rule, label: Label) -> list[_Candidate]:
+def _cut_candidate(rule: Rule, label: Label, segments: tuple[int, ...] = ()) -> list[_Candidate]:
     def place(labels: Labels) -> Placement | None:
-        return Shard(labels.index(label)) if label in labels else None
+        return Shard(labels.index(label), segments) if label in labels else None
 
     ins = [place(labels) or REPLICATE for labels in rule.inputs]
     outs: list[Placement] = []

@@ -8,7 +8,7 @@ combines what each block gives by its logarithm of sums. (Liu et al., Ring Atten
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from dtorch.core.placements import REPLICATE, Placement, Shard
 from dtorch.core.spec import MeshLayout, TensorSpec
@@ -21,7 +21,7 @@ def mode(rule: Rule, specs: Sequence[TensorSpec], mesh: MeshLayout, axis: int, r
     if not rule.sequence:
         return ""
     rows = rule.inputs[0].index(rule.sequence[0])
-    if specs[0].placements[axis] != Shard(rows):
+    if not specs[0].placements[axis].is_shard(rows):
         return ""
     kind = mesh.kind(axis)
     if kind == "ulysses_cp" and rule.heads is not None:
@@ -29,18 +29,29 @@ def mode(rule: Rule, specs: Sequence[TensorSpec], mesh: MeshLayout, axis: int, r
     return "ring" if kind == "ring_cp" and rule.ring and not rings else ""
 
 
-def along_sequence(rule: Rule, labels: Labels) -> Placement:
-    """Cut the sequence dimension of a tensor, if it has one."""
-    return _cut(labels, rule.sequence)
+def segments(rule: Rule, specs: Sequence[TensorSpec], axis: int) -> dict[Label, tuple[int, ...]]:
+    """How the axis cuts the sequence dimensions: rows as the query's, columns as the key's, whatever segments they have."""
+    found: dict[Label, tuple[int, ...]] = {}
+    for labels, spec in zip(rule.inputs, specs, strict=True):
+        p = spec.placements[axis]
+        if isinstance(p, Shard) and labels[p.dim] in rule.sequence:
+            found.setdefault(labels[p.dim], p.segments)
+    return found
+
+
+def along_sequence(rule: Rule, labels: Labels, cuts: Mapping[Label, tuple[int, ...]]) -> Placement:
+    """Cut the sequence dimension of a tensor, if it has one, as ``segments`` says."""
+    return _cut(labels, rule.sequence, cuts)
 
 
 def along_heads(rule: Rule, labels: Labels) -> Placement:
     """Cut the heads of a tensor, if it has them."""
-    return _cut(labels, (rule.heads,))
+    return _cut(labels, (rule.heads,), {})
 
 
-def _cut(labels: Labels, wanted: Sequence[Label]) -> Placement:
-    return next((Shard(d) for d, label in enumerate(labels) if label is not None and label in wanted), REPLICATE)
+def _cut(labels: Labels, wanted: Sequence[Label], cuts: Mapping[Label, tuple[int, ...]]) -> Placement:
+    found = ((d, label) for d, label in enumerate(labels) if label is not None and label in wanted)
+    return next((Shard(d, cuts.get(label, ())) for d, label in found), REPLICATE)
 
 
 def rounds(specs: Sequence[TensorSpec], slots: Sequence[int], axis: int) -> tuple[tuple[tuple[int, Step], ...], ...]:

@@ -21,7 +21,16 @@ from dtorch.planner.rules import default_rule
 
 
 class OnClient(Exception):
-    """Neither client nor workers can say in advance what the call returns: it runs on gathered values in the client."""
+    """Neither client nor workers can say in advance what the call returns: it runs on gathered values in the client.
+
+    Args:
+        why: for the reader of a traceback.
+        by_rule: a rule says that the operator wants all its inputs whole.
+    """
+
+    def __init__(self, why: str, by_rule: bool = False) -> None:
+        super().__init__(why)
+        self.by_rule = by_rule
 
 
 @dataclass(frozen=True)
@@ -157,7 +166,9 @@ def _sizes(rule: Rule, specs: Sequence[TensorSpec], outs: Sequence[torch.Tensor]
     ):
         assert len(labels) == len(shape), f"rule labels {labels} do not fit shape {shape}"
         for label, n in zip(labels, shape, strict=True):
-            if label is not None and sizes.setdefault(label, n) != n and label not in rule.units:
+            if label is None or label == rule.joined:
+                continue
+            if sizes.setdefault(label, n) != n and label not in rule.units:
                 raise AssertionError(f"label {label} has sizes {sizes[label]} and {n}")
     return sizes
 
@@ -274,7 +285,7 @@ def _dynamic_plan(call: Call, mesh: MeshLayout) -> Plan:
     names = [str(r.type) for r in returns]
     results = tuple(Result(None) for n in names if n == "Tensor")
     if len(results) != len(names):
-        raise OnClient(f"{call.func} returns {names}")
+        raise OnClient(f"{call.func} returns {names}", find_rule(call) is not None)
     template: Any = 0 if len(results) == 1 else list(range(len(results)))
     random = draws(call)
     sharded = bool(moves)

@@ -21,7 +21,7 @@ import torch
 from dtorch.core.errors import PlacementError
 from dtorch.core.placements import REPLICATE, Partial, Placement, Replicate, Shard
 from dtorch.core.spec import MeshLayout, TensorSpec, box_shape, dense_strides
-from dtorch.core.steps import Step, intersect
+from dtorch.core.steps import Step, common_boxes
 
 LATENCY_BYTES = 65536
 """A step's fixed cost, as the bytes each device could have sent in that time (100 us at 0.6 GB/s)."""
@@ -131,7 +131,7 @@ def step_kind(placements: Sequence[Placement], axis: int, then: Placement) -> st
         return ""
     for p in (now, then):
         # An inner axis that cuts the same dimension cuts what this axis leaves: its boxes would change as well.
-        if isinstance(p, Shard) and p in inner:
+        if isinstance(p, Shard) and any(q.is_shard(p.dim) for q in inner):
             return ""
         if isinstance(p, Partial) and any(isinstance(q, Partial) and q != p for q in inner):
             return ""
@@ -145,7 +145,10 @@ def step_kind(placements: Sequence[Placement], axis: int, then: Placement) -> st
         return "slice" if isinstance(then, Shard) else "mask"
     if isinstance(then, Partial):
         return ""
-    return "reduce_scatter" if isinstance(then, Shard) else "all_reduce"
+    if isinstance(then, Shard):
+        segmented = any(isinstance(p, Shard) and p.segments for p in (then, *placements))
+        return "" if segmented else "reduce_scatter"
+    return "all_reduce"
 
 
 def _check(src: TensorSpec, dst: TensorSpec) -> None:
@@ -212,11 +215,9 @@ def _move_bytes(src: TensorSpec, dst: TensorSpec) -> int:
     at = {device: position for position, device in enumerate(src.mesh.devices)}
     missing = 0
     for position, device in enumerate(dst.mesh.devices):
-        box = dst.box(position)
-        missing += prod(box_shape(box))
+        missing += prod(dst.local_shape(position))
         if device in at:
-            own = intersect(box, src.box(at[device]))
-            missing -= prod(box_shape(own)) if own is not None else 0
+            missing -= sum(prod(box_shape(box)) for box in common_boxes(dst, position, src, at[device]))
     return missing * src.dtype.itemsize
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dtorch.core.errors import DtorchError
+from dtorch.core.spec import Span
 from dtorch.planner.call import Call
 
 Label = Any  # any hashable; None: whole
@@ -37,6 +38,9 @@ class Rule:
             dimensions (rows and columns), the label of the heads, and the kernel that passes blocks round.
         resize: (argument name, index of result): the argument is replaced by that result's local shape.
         entries: for an operator on lists, the slots and results of each entry: no entry minds where others are.
+        joined: a label whose dimensions are stretches of one line: what stands end to end after ``cat`` and is told
+            apart again by ``split``. ``stretches`` has, for each slot and each result that has the label, from
+            where to where on the line it goes. It is cut in segments, see ``planner.segments``.
         unused: slots whose values the operator does not read (``zeros_like``): they stay where they are.
         whole: results (by index) that every device computes alike, so that they stay whole although inputs are cut.
     """
@@ -55,6 +59,8 @@ class Rule:
     heads: Label = None
     ring: str | None = None
     entries: Sequence[tuple[Sequence[int], Sequence[int]]] = ()
+    joined: Label = None
+    stretches: tuple[Mapping[int, Span], Mapping[int, Span]] = ({}, {})
     unused: frozenset[int] = frozenset()
     whole: frozenset[int] = frozenset()
 

@@ -22,18 +22,29 @@ code and then its operands, so that running a cached operator costs the client o
                                            whether it has just that file and may read it
     CLOSE     file                         forget a file or shared memory
     LOAD      id, spec, file, offset, dtype, box, name   the part ``box`` of a tensor, which is there in row-major order;
-                                           the first part makes the tensor. Numbered as an operator is
+                                           the first part makes the tensor. Numbered as an operator is. With a negative
+                                           file the bytes are in that frame
+    RECORD    id, data                     commands to run again and again (protocol.records); forget them when it is None
+    MEMORY    request, reset               bytes that tensors hold now and at most (msgpack, in a VALUE of one position, the
+                                           worker's number); with reset, count the most anew
+    REPLAY    record, ids of its arguments, id of the first result   run a record. Numbered as one operator
 """
 
 from __future__ import annotations
 
-MESH, SPEC, PLAN, PUT, FETCH, SEED, STATE, RESTORE, SYNC, COUNT, MAP, OPEN, CLOSE, LOAD = range(14)
+MESH, SPEC, PLAN, PUT, FETCH, SEED, STATE, RESTORE, SYNC, COUNT, MAP, OPEN, CLOSE, LOAD, RECORD, REPLAY, MEMORY = range(17)
 FIRST_PLAN = 32
 
 # Replies from a worker: a msgpack list [kind, ...] and raw buffers as further frames.
 #   VALUE   request, worker, positions, error or None   buffers: one a position
 #   META    request, [[shape, stride, dtype], ...], error or None   what a dynamic operator returned
 #   DONE    request, worker, error or None              answer to SYNC and OPEN; the error is a [type, text]
-#   ERROR   serial, operator, device, type, text, traceback, inputs   the inputs as texts: spec, shape of the piece
+#   ERROR   serial, operator, device, type, text, traceback, inputs, step   the inputs as texts: spec, shape of the piece;
+#                                                      within a REPLAY, step is the number of the operator in the record
 # The error of VALUE and META is [serial of the operator that failed, text].
 VALUE, META, DONE, ERROR = "value", "meta", "done", "error"
+
+
+def is_error(reply: bytes | bytearray | memoryview) -> bool:
+    """Whether the first frame of a reply says ERROR; as msgpack writes a list that begins with that text."""
+    return bytes(reply[1:7]) == b"\xa5error"

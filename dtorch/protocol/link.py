@@ -34,7 +34,7 @@ class WorkerUp:
 
 @dataclass(frozen=True)
 class WorkerLost:
-    """A worker has ended."""
+    """A worker has ended, and is not replaced."""
 
     index: int
     pid: int
@@ -42,7 +42,17 @@ class WorkerLost:
     reason: str
 
 
-Event = Ack | Reply | WorkerUp | WorkerLost
+@dataclass(frozen=True)
+class Restarting:
+    """A worker has ended; all start again, and repeat what is needed. ``WorkerUp`` follows for each."""
+
+    index: int
+    pid: int
+    devices: tuple[int, ...]
+    reason: str
+
+
+Event = Ack | Reply | WorkerUp | WorkerLost | Restarting
 
 
 class Link(Protocol):
@@ -51,8 +61,10 @@ class Link(Protocol):
     def assign(self, devices: Sequence[int]) -> dict[int, int]:
         """Worker of each of these new devices; starts workers as needed. Batches sent later reach them."""
 
-    def send_batch(self, seq: int, frames: Sequence[bytes | memoryview], targets: Sequence[int] | None = None) -> None:
-        """Send a batch to every worker, or to the targets."""
+    def send_batch(
+        self, seq: int, frames: Sequence[bytes | memoryview], targets: Sequence[int] | None = None, shared: bool = False
+    ) -> None:
+        """Send a batch to every worker, or to the targets; ``shared``: it names memory of this process."""
 
     def receive(self, timeout_s: float | None) -> Event | None:
         """The next event; ``None`` when none arrives in time (0: at once; ``None``: wait)."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Both ends of a connection name theirs first, and part if it differs."""
 
 # Client and controller
@@ -49,12 +49,14 @@ class Batch:
     """Client to controller, which passes it on unchanged to the workers: run the payload. Reply: ``Ack``.
 
     It goes to the workers in ``targets``, or, with ``None``, to all that were asked for before it. Workers in
-    ``targets`` that have been lost are left out. ``seq`` rises from batch to batch.
+    ``targets`` that have been lost are left out. ``seq`` rises from batch to batch. ``shared`` is 1 when the payload
+    refers to the client's shared memory, whose content may change once the batch is acknowledged.
     """
 
     KIND: ClassVar[int] = 4
     seq: int
     targets: tuple[int, ...] | None
+    shared: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,10 @@ class WorkerUp:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost:
-    """Controller to client: a worker has ended, or could not start (``pid`` 0 if it never was a process)."""
+    """Controller to client: a worker has ended, or could not start (``pid`` 0 if it never was a process).
+
+    It is not replaced, and what it held is gone.
+    """
 
     KIND: ClassVar[int] = 8
     index: int
@@ -116,7 +121,8 @@ class ListWorkers:
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """One row of a ``WorkerList``. ``state`` is ``starting``, ``up`` or ``lost``."""
+    """One row of a ``WorkerList``. ``state`` is ``starting``, ``up``, ``restarting`` (it ends, or starts again),
+    ``replaying`` (it is being brought to where it was) or ``lost``."""
 
     index: int
     pid: int
@@ -160,6 +166,17 @@ class Shutdown:
     grace_ms: int
 
 
+@dataclass(frozen=True, slots=True)
+class Restarting:
+    """Controller to client: a worker has ended, and all start again and repeat what was done. ``WorkerUp`` follows."""
+
+    KIND: ClassVar[int] = 15
+    index: int
+    pid: int
+    devices: tuple[int, ...]
+    reason: str
+
+
 # Worker and controller
 
 
@@ -173,18 +190,76 @@ class WorkerHello:
     host: str
 
 
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """Worker to controller: an operation with other workers failed, so it does not know its state; the worker ends."""
+
+    KIND: ClassVar[int] = 21
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """Controller to worker, first of all: start from a snapshot, if one is named, and be silent about what follows.
+
+    Until ``Resume`` batches are not acknowledged, and the only replies are reports of failures.
+    """
+
+    KIND: ClassVar[int] = 22
+    snapshot: str
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Controller to worker: the replay is over. Reply: ``Resumed``.
+
+    Of the next batch the client has got this many replies, failures not counted; they are not sent again.
+    """
+
+    KIND: ClassVar[int] = 23
+    replies: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """Worker to controller: it is where the worker was that it replaces."""
+
+    KIND: ClassVar[int] = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Controller to worker: write everything you hold to this file. Reply: ``Saved``."""
+
+    KIND: ClassVar[int] = 25
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """Worker to controller: a snapshot is written, which took this long; or why it is not."""
+
+    KIND: ClassVar[int] = 26
+    milliseconds: int
+    fault: str
+
+
 # Controller and template (the process that forks workers)
 
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """Controller to template, with the worker's end of its channel: fork a worker. Reply: ``Forked`` or ``Exited``."""
+    """Controller to template, with the worker's end of its channel: fork a worker. Reply: ``Forked`` or ``Exited``.
+
+    Workers of one generation meet each other.
+    """
 
     KIND: ClassVar[int] = 30
     index: int
     devices: tuple[int, ...]
     threads: int
     env: dict[str, str]
+    generation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +311,15 @@ class Exited:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """Template to controller: a signal has stopped the worker; or, with 0, it goes on."""
+
+    KIND: ClassVar[int] = 37
+    index: int
+    stopped: int
+
+
 Message = (
     Hello
     | Welcome
@@ -259,4 +343,12 @@ Message = (
     | TemplateFailed
     | Forked
     | Exited
+    | Stopped
+    | Restarting
+    | Broken
+    | Replay
+    | Resume
+    | Resumed
+    | Save
+    | Saved
 )

@@ -36,7 +36,8 @@ class WirePlan:
         results: tensor results in order; those with ``same`` take no new id.
         kernel: name of the worker kernel that replaces the operator.
         resize: (argument name, index of result) or ``None``.
-        dynamic, random: see ``planner.plan.Plan``.
+        dynamic, random: see ``planner.plan.Plan``; flags 1 and 2 on the wire. Flag 4, for the controller's log: an
+            argument is written that is none of the results.
     """
 
     op: str

@@ -123,14 +123,19 @@ def decode(data: Any) -> Any:
 
 
 def encode_placement(p: Placement) -> Any:
-    """Shard -> its dimension, Replicate -> ``None``, Partial -> its reduction."""
-    return p.dim if isinstance(p, Shard) else p.reduce_op if isinstance(p, Partial) else None
+    """Shard -> its dimension, or a list of that and its segments; Replicate -> ``None``; Partial -> its reduction."""
+    if isinstance(p, Shard):
+        return [p.dim, *p.segments] if p.segments else p.dim
+    return p.reduce_op if isinstance(p, Partial) else None
 
 
 def decode_placement(data: Any) -> Placement:
     """The inverse of ``encode_placement``."""
     if data is None:
         return Replicate()
+    if isinstance(data, list):
+        dim, *segments = map(int, data)
+        return Shard(dim, tuple(segments))
     return Shard(data) if isinstance(data, int) else Partial(data)
 
 

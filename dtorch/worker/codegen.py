@@ -27,7 +27,8 @@ _FUNCTIONS: dict[str, Any] = {
             "neg.default", "cos.default", "sin.default", "rsqrt.default", "sqrt.default", "exp.default",
             "sigmoid.default", "tanh.default", "relu.default", "transpose.int", "t.default", "unsqueeze.default",
             "permute.default", "cat.default", "clone.default", "layer_norm.default", "select.int", "embedding.default",
-            "matmul.default", "where.self", "eq.Tensor", "eq.Scalar", "ne.Scalar", "bitwise_and.Tensor",
+            "matmul.default", "pow.Tensor_Scalar", "mean.dim", "where.self",
+            "eq.Tensor", "eq.Scalar", "ne.Scalar", "bitwise_and.Tensor",
         )
     },
     "linear.default": nn_functions.linear,

@@ -23,7 +23,7 @@ import torch
 
 from dtorch.core.errors import PlacementError
 from dtorch.core.placements import Partial, Placement
-from dtorch.core.spec import Box, MeshLayout, box_shape, chunk, dense_strides
+from dtorch.core.spec import Box, MeshLayout, TensorSpec, box_shape, chunk, dense_strides
 from dtorch.core.steps import REDUCTIONS, Step, memory_order, neutral_element, transfers
 from dtorch.worker.groups import Groups, Workers, cut, flat, flat_bytes
 from dtorch.worker.reduction import reduce_terms
@@ -258,7 +258,7 @@ class Collectives:
         for t in transfers(step, sources, targets, lambda s, d: hosts[s] == new_hosts[d]):
             giver, taker, part = hosts[t.source], new_hosts[t.target], (t.source, t.box)
             across = across or giver != taker
-            given, taken = _slices(t.box, src.box(t.source), order), _slices(t.box, dst.box(t.target), order)
+            given, taken = _slices(t.box, src, t.source, order), _slices(t.box, dst, t.target, order)
             if giver == taker == self.index:
                 local.append((inputs.index(t.source), given, outputs.index(t.target), taken))
             elif giver == self.index:
@@ -271,7 +271,10 @@ class Collectives:
         workers = {hosts[p] for p in sources} | {new_hosts[p] for p in targets}
         return _Copies(
             workers=tuple(sorted(workers)) if across else (),
-            native=step.kind == "all_gather" and len(workers) == len(sources) and len(shapes) == 1,
+            native=step.kind == "all_gather"
+            and len(workers) == len(sources)
+            and len(shapes) == 1
+            and all(len(src.parts(p)) == 1 for p in sources),
             local=local,
             sends={w: list(parts.values()) for w, parts in sends.items()},
             receives={w: list(parts.values()) for w, parts in receives.items()},
@@ -281,13 +284,12 @@ class Collectives:
         hosts = tuple(self.hosts(step.src.mesh)[p] for p in members)
         workers = tuple(sorted({*hosts}))
         inputs, partial = self._positions(step.src.mesh), step.src.placements[step.axis]
-        box = step.src.box(members[0])
-        size = prod(box_shape(box))
+        size = prod(step.src.local_shape(members[0]))
         parts: dict[int, list[Slices]] = {w: [] for w in workers}
         scatter, joined = step.kind == "reduce_scatter", False
         if scatter:
             for p, w in zip(members, hosts, strict=True):
-                parts[w].append(_slices(step.dst.box(p), box, order))
+                parts[w].append(_slices(step.dst.box(p), step.src, p, order))
         else:
             joined = len(hosts) > 2 and len(workers) > 1 and size * step.src.dtype.itemsize > SMALL_BYTES
             for i, w in enumerate(workers):
@@ -436,6 +438,10 @@ def _ordered(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
     return tuple(shape[d] for d in order)
 
 
-def _slices(box: Box, within: Box, order: Sequence[int]) -> Slices:
-    """Where a box lies inside of a larger one, in memory order."""
-    return tuple(slice(box[d][0] - within[d][0], box[d][1] - within[d][0]) for d in order)
+def _slices(box: Box, spec: TensorSpec, position: int, order: Sequence[int]) -> Slices:
+    """Where a box, given in global coordinates, lies in a device's piece, whose dimensions stand in memory order."""
+    for part, here in spec.parts(position):
+        if all(a <= low and high <= b for (low, high), (a, b) in zip(box, part, strict=True)):
+            starts = [h[0] - a for h, (a, _) in zip(here, part, strict=True)]
+            return tuple(slice(box[d][0] + starts[d], box[d][1] + starts[d]) for d in order)
+    raise PlacementError(f"The device at position {position} does not hold {box} of {spec} in one part.")

@@ -9,17 +9,22 @@ from typing import Any
 import msgpack
 import torch
 
-from dtorch.core.errors import ProtocolError
+from dtorch.core.errors import CommError, ProtocolError
 from dtorch.core.memory import copy
+from dtorch.core.pieces import piece_of, slices
 from dtorch.core.spec import MeshLayout, TensorSpec, dense_strides
 from dtorch.protocol import commands as C
 from dtorch.protocol.plans import WirePlan, decode_plan
+from dtorch.protocol.records import decode_record
 from dtorch.protocol.values import decode, decode_spec, dtype_from, dtype_name
+from dtorch.worker import snapshot
 from dtorch.worker.collectives import Collectives
-from dtorch.worker.files import Files, SharedMemory, slices
+from dtorch.worker.files import Bytes, Files, SharedMemory, load
 from dtorch.worker.generators import Generators
 from dtorch.worker.memory import fresh
+from dtorch.worker.meter import MeteredStore, blocks
 from dtorch.worker.program import Poison, Program
+from dtorch.worker.record import Record
 from dtorch.worker.streams import Streams, device_of
 
 # In place of an operator's serial, where something else failed.
@@ -55,10 +60,14 @@ class Executor:
         self.specs: dict[int, TensorSpec] = {}
         self.programs: dict[int, Program] = {}
         self.store: dict[int, Any] = {}
+        self.records: dict[int, Record] = {}
         self.serial = 0  # operators seen so far, the client's numbering
+        self._muted = 0  # replies that are not to be sent
+        self.within: int | None = None  # number of the operator within the record that runs
         self._handlers: list[Callable[[list[Any], int, Sequence[memoryview]], int]] = [
             self._mesh, self._spec, self._plan, self._put, self._fetch, self._seed, self._state,
-            self._restore, self._sync, self._count, self._map, self._open, self._close, self._load,
+            self._restore, self._sync, self._count, self._map, self._open, self._close, self._load, self._record,
+            self._replay, self._memory,
         ]  # fmt: skip
 
     def run(self, frames: Sequence[bytes | memoryview]) -> None:
@@ -66,13 +75,14 @@ class Executor:
 
         Raises:
             ProtocolError: the batch does not follow the protocol; the session cannot go on.
+            CommError: another worker is gone or does not answer; neither can go on.
         """
         commands = msgpack.unpackb(frames[0], strict_map_key=False)
         i, end = 0, len(commands)
         serial = self.serial
         programs, store, handlers = self.programs, self.store, self._handlers
         first, pop = C.FIRST_PLAN, store.pop
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode():  # cheaper than no_grad, for views above all
             while i < end:
                 code = commands[i]
                 if code >= first:
@@ -81,7 +91,7 @@ class Executor:
                         try:
                             i = program.simple(store, commands, i + 1)
                         except Exception as e:
-                            self._failed(program, commands, i + 1, serial, e)
+                            self.failed(program, commands, i + 1, serial, e)
                             i += program.width
                     elif program.absent:
                         i += program.width
@@ -89,7 +99,7 @@ class Executor:
                         try:
                             self._general(program, commands, i + 1)
                         except Exception as e:
-                            self._failed(program, commands, i + 1, serial, e)
+                            self.failed(program, commands, i + 1, serial, e)
                         i += program.width
                     serial += 1
                 elif code < 0:
@@ -98,14 +108,52 @@ class Executor:
                 else:
                     self.serial = serial
                     i = handlers[code](commands, i + 1, frames)
-                    serial = self.serial
+                    serial, store = self.serial, self.store
+                    pop = store.pop
         self.serial = serial
+
+    def mute(self, replies: int) -> None:
+        """Send so few replies less from now on, reports of failures not counted."""
+        self._muted = replies
+
+    def save(self, path: str) -> None:
+        """Write tensors, generators and lost values to a file; meshes, plans and files are not in it.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        tensors = {number: list(value) for number, value in self.store.items() if not isinstance(value, Poison)}
+        lost = {number: (v.serial, v.text) for number, v in self.store.items() if isinstance(v, Poison)}
+        snapshot.save(path, snapshot.Snapshot(tensors, lost, self.generators.states(), self.serial))
+
+    def restore(self, path: str) -> None:
+        """Take what ``save`` wrote.
+
+        Raises:
+            OSError, ProtocolError: there is no snapshot.
+        """
+        found = snapshot.load(path, self.device)
+        self.store = {**found.tensors, **{number: Poison(*why) for number, why in found.lost.items()}}
+        self.generators.set_states(found.generators)
+        self.serial = found.serial
 
     def close(self) -> None:
         """Forget everything and leave the process groups."""
         self.store.clear()
         self.files.close_all()
         self.collectives.close()
+
+    def operate(self, program: Program, commands: list[Any], i: int, serial: int) -> None:
+        """Run one operator whose operands begin at ``i``."""
+        if program.absent:
+            return
+        try:
+            if program.simple is not None:
+                program.simple(self.store, commands, i)
+            else:
+                self._general(program, commands, i)
+        except Exception as e:
+            self.failed(program, commands, i, serial, e)
 
     # -- operators --------------------------------------------------------------------------------------------------
     def _general(self, program: Program, commands: list[Any], i: int) -> None:
@@ -117,6 +165,28 @@ class Executor:
         first_out = commands[i + n + plan.numbers] if program.takes_id else 0
         poison = next((v for x in ids if isinstance(v := self.store.get(x), Poison)), None)
         inputs = [self._value(x, spec, poison) for x, spec in zip(ids, plan.slots, strict=True)]
+        made = self.perform(program, inputs, numbers, poison)
+        if isinstance(made, Poison):
+            program.poison(self.store, ids, first_out, made)
+            self._answer(program, commands, i, None, made)
+            return
+        for new, k in enumerate(program.new, first_out):
+            self.store[new] = made[k]
+        if plan.dynamic:
+            found = [[list(t.shape), list(t.stride()), dtype_name(t.dtype)] for local in made for t in local[:1]]
+            self._answer(program, commands, i, found, None)
+
+    def perform(
+        self, program: Program, given: Sequence[list[torch.Tensor]], numbers: list[Any], poison: Poison | None = None
+    ) -> list[list[torch.Tensor]] | Poison:
+        """Results of a program, each on every local device; or what they are lost to, here or on another worker.
+
+        Args:
+            given: each input on every local device of its mesh; what is written is written to these.
+            numbers: its changing scalars.
+            poison: why the inputs mean nothing, if so.
+        """
+        plan, inputs = program.plan, list(given)
         for slot, steps in plan.moves:
             for step in steps:
                 if step.kind == "move" and (self.positions[step.src.mesh.id] or self.positions[step.dst.mesh.id]):
@@ -125,15 +195,12 @@ class Executor:
                 inputs[slot] = self._step(step, inputs[slot])
         if poison is not None:
             self._keep_up(program, inputs)
-            program.poison(self.store, ids, first_out, poison)
-            self._answer(program, commands, i, None, poison)
-            return
+            return poison
         if not plan.op:
-            self.store[first_out] = inputs[0]
-            return
-        generator = self.generators.get(numbers.pop()) if plan.random else None
+            return [inputs[0]]
+        generator = self.generators.get(numbers[-1]) if plan.random else None
         try:
-            results = program.run(inputs, numbers, generator, self._step)
+            results = program.run(inputs, numbers[: plan.numbers - plan.random], generator, self._step)
         except Exception:
             if not plan.rounds:  # how far a ring came is unknown: its peers run into the timeout
                 self._keep_up(program, inputs)
@@ -145,16 +212,9 @@ class Executor:
             for r, moved in zip(results, local, strict=True):
                 r[k] = moved
         for slot, local in self._bring_back(plan, inputs):
-            for mine, home in zip(self.store[ids[slot]], local, strict=True):
+            for mine, home in zip(given[slot], local, strict=True):
                 mine.copy_(home)
-        new = first_out
-        for k, result in enumerate(plan.results):
-            if result.same is None:
-                self.store[new] = [r[k] for r in results]
-                new += 1
-        if plan.dynamic:
-            found = [[list(t.shape), list(t.stride()), dtype_name(t.dtype)] for t in results[0]]
-            self._answer(program, commands, i, found, None)
+        return [[r[k] for r in results] for k in range(len(plan.results))]
 
     def _answer(self, program: Program, commands: list[Any], i: int, found: Any, lost: Poison | None) -> None:
         """Tell the client, which waits for it, what the results of a dynamic plan are or why there are none."""
@@ -203,8 +263,14 @@ class Executor:
             ]
         return value  # type: ignore[no-any-return]
 
-    def _failed(self, program: Program, commands: list[Any], i: int, serial: int, e: Exception) -> None:
-        """Mark the results as lost to this failure, and tell the client unless an earlier failure caused it."""
+    def failed(self, program: Program, commands: list[Any], i: int, serial: int, e: Exception) -> None:
+        """Mark the results as lost to this failure, and tell the client unless an earlier failure caused it.
+
+        Raises:
+            CommError: it was that: how far the others came is unknown.
+        """
+        if isinstance(e, CommError):
+            raise e
         plan = program.plan
         ids = commands[i : i + len(plan.slots)]
         first_out = commands[i + len(plan.slots) + plan.numbers] if program.takes_id else 0
@@ -228,7 +294,7 @@ class Executor:
         text = "".join(traceback.format_exception(e))
         device = f"{self.device.type}:{self._device_of(mesh, at)}"
         kind = "OutOfMemoryError" if no_memory(e) else type(e).__name__
-        self._reply([C.ERROR, serial, op, device, kind, str(e), text, inputs])
+        self._reply([C.ERROR, serial, op, device, kind, str(e), text, inputs, self.within])
         return Poison(serial, f"{type(e).__name__}: {e}")
 
     def _device_of(self, mesh: int, at: int) -> int:
@@ -236,6 +302,9 @@ class Executor:
         return self.meshes[mesh].devices[here[at]] if here else -1
 
     def _reply(self, header: list[Any], buffers: Sequence[memoryview] = ()) -> None:
+        if self._muted and header[0] != C.ERROR:
+            self._muted -= 1
+            return
         self._send([msgpack.packb(header), *buffers])
 
     # -- other commands: each gets the list, the index of its first operand and the frames; returns the next index ----
@@ -258,25 +327,31 @@ class Executor:
 
     def _put(self, c: list[Any], i: int, frames: Sequence[Any]) -> int:
         tensor_id, spec = c[i], self.specs[c[i + 1]]
-        positions = self.positions[spec.mesh.id]
-        if positions:
-            full = torch.empty(spec.shape, dtype=spec.dtype, device="cpu") if 0 in spec.shape else None
+        if self.positions[spec.mesh.id]:
             try:
-                if full is None:
-                    flat = torch.frombuffer(bytearray(frames[c[i + 2]]), dtype=torch.uint8)
-                    full = flat.view(spec.dtype).view(spec.shape)
-                self.store[tensor_id] = [
-                    fresh(spec.local_shape(p), spec, self.device).copy_(full[slices(spec.box(p))]) for p in positions
-                ]
+                self.store[tensor_id] = self.local_parts(frames[c[i + 2]], spec)
             except Exception as e:  # no memory
                 self.store[tensor_id] = Poison(_NO_OPERATOR, f"an upload of {spec} failed: {e}")
         return i + 3
+
+    def local_parts(self, data: Any, spec: TensorSpec) -> list[torch.Tensor]:
+        """The parts here of a tensor whose elements, in row-major order, are these bytes."""
+        if 0 in spec.shape:
+            full = torch.empty(spec.shape, dtype=spec.dtype, device="cpu")
+        else:
+            full = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(spec.dtype).view(spec.shape)
+        return [
+            fresh(spec.local_shape(p), spec, self.device).copy_(piece_of(full, spec, p))
+            for p in self.positions[spec.mesh.id]
+        ]
 
     def _fetch(self, c: list[Any], i: int, frames: Sequence[Any]) -> int:
         request, tensor_id, spec_id, wanted, path = c[i : i + 5]
         spec = self.specs[spec_id]
         here = self.positions[spec.mesh.id]
-        if here:
+        if here and self._muted:  # the client has the value; its shared memory may serve another by now
+            self._muted -= 1
+        elif here:
             value = self.store.get(tensor_id)
             if isinstance(value, list):
                 self._send_value(request, value, spec, [p for p in here if p in wanted], path)
@@ -298,7 +373,8 @@ class Executor:
                 strides = dense_strides(spec.shape, spec.shape, spec.stride)
                 whole = SharedMemory(path).tensor(0, spec.shape, strides, spec.dtype)
                 for p in wanted:
-                    copy(whole[slices(spec.box(p))], value[here.index(p)])
+                    for box, part in spec.parts(p):
+                        copy(whole[slices(box)], value[here.index(p)][slices(part)])
         except Exception as e:  # no memory
             self._reply([C.VALUE, request, self.index, [], [_NO_OPERATOR, f"{spec} cannot be sent: {e}"]])
         else:
@@ -327,6 +403,15 @@ class Executor:
             torch.accelerator.synchronize(self.device)
         self._reply([C.DONE, c[i], self.index, None])
         return i + 1
+
+    def _memory(self, c: list[Any], i: int, frames: Sequence[Any]) -> int:
+        request, reset = c[i : i + 2]
+        if reset:
+            self.store = MeteredStore(self.store)
+        peak = self.store.peak_bytes if isinstance(self.store, MeteredStore) else None
+        held = msgpack.packb([sum(blocks(self.store.values()).values()), peak])
+        self._reply([C.VALUE, request, self.index, [self.index], None], [memoryview(held)])
+        return i + 2
 
     def _count(self, c: list[Any], i: int, frames: Sequence[Any]) -> int:
         self.serial = c[i]
@@ -358,12 +443,24 @@ class Executor:
         value = self.store.get(tensor_id)
         if here and not isinstance(value, Poison):
             try:
-                self.store[tensor_id] = self.files.load(
-                    number, offset, dtype_from(dtype), tuple(map(tuple, part)), spec, here, self.device, value
+                source = self.files.source(number) if number >= 0 else Bytes(frames[-number])
+                self.store[tensor_id] = load(
+                    source, offset, dtype_from(dtype), tuple(map(tuple, part)), spec, here, self.device, value
                 )
             except Exception as e:
                 self.store[tensor_id] = self._report(serial, f"loading {name}", spec.mesh.id, e, [])
         return i + 7
+
+    def _record(self, c: list[Any], i: int, frames: Sequence[Any]) -> int:
+        if c[i + 1] is None:
+            self.records.pop(c[i], None)
+        else:
+            self.records[c[i]] = Record(decode_record(c[i + 1]), self)
+        return i + 2
+
+    def _replay(self, c: list[Any], i: int, frames: Sequence[Any]) -> int:
+        serial, self.serial = self.serial, self.serial + 1
+        return self.records[c[i]].run(c, i + 1, serial)
 
 
 def no_memory(e: Exception) -> bool:

@@ -22,6 +22,7 @@ import torch
 from dtorch.core.config import check_roots, file_roots
 from dtorch.core.errors import ProtocolError
 from dtorch.core.memory import copy, map_pages, raw, tensor_at
+from dtorch.core.pieces import slices
 from dtorch.core.spec import Box, TensorSpec, box_shape
 from dtorch.core.steps import intersect
 from dtorch.worker.mapped import LeasedFile
@@ -80,6 +81,18 @@ class SharedMemory:
         """As ``Source.read``."""
         whole = self.tensor(offset, (math.prod(shape),), (1,), dtype).view(*shape)
         copy(out, whole[slices(box)])
+
+
+class Bytes:
+    """Bytes that came with a command."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._flat = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+    def read(self, offset: int, shape: Sequence[int], dtype: torch.dtype, box: Box, out: torch.Tensor) -> None:
+        """As ``Source.read``."""
+        end = offset + math.prod(shape) * dtype.itemsize
+        copy(out, self._flat[offset:end].view(dtype).view(*shape)[slices(box)])
 
 
 class File:
@@ -223,42 +236,45 @@ class Files:
         for number in list(self._sources):
             self.close(number)
 
-    def load(
-        self, number: int, offset: int, dtype: torch.dtype, part: Box, spec: TensorSpec, positions: Sequence[int],
-        device: torch.device, local: list[torch.Tensor] | None,
-    ) -> list[torch.Tensor]:  # fmt: skip
-        """What the devices at these positions hold after ``part`` of the tensor has come.
+    def source(self, number: int) -> Source:
+        """What is open under this number."""
+        return self._sources[number]
 
-        Args:
-            number, offset, dtype: where the part lies, and as what.
-            part, spec, positions, device: what is wanted.
-            local: what the devices hold of the parts before; ``None`` for the first.
 
-        Raises:
-            OSError, ProtocolError: see ``File`` and ``SharedMemory``.
-        """
-        source = self._sources[number]
-        shape = box_shape(part)
-        found: list[torch.Tensor] = []
-        for i, position in enumerate(positions):
-            held = spec.box(position)
-            common = intersect(part, held)
-            out = None if local is None else local[i]
-            if out is None and common == held and isinstance(source, File) and (device.type, dtype) == ("cpu", spec.dtype):
-                out = source.map(offset, shape, dtype, _relative(held, part))
-                common = common if out is None else None
-            if out is None:
-                out = fresh(box_shape(held), spec, device)
+def load(
+    source: Source, offset: int, dtype: torch.dtype, part: Box, spec: TensorSpec, positions: Sequence[int],
+    device: torch.device, local: list[torch.Tensor] | None,
+) -> list[torch.Tensor]:  # fmt: skip
+    """What the devices at these positions hold after ``part`` of the tensor has come.
+
+    Args:
+        source, offset, dtype: where the part lies, and as what.
+        part, spec, positions, device: what is wanted.
+        local: what the devices hold of the parts before; ``None`` for the first.
+
+    Raises:
+        OSError, ProtocolError: see ``File`` and ``SharedMemory``.
+    """
+    shape = box_shape(part)
+    found: list[torch.Tensor] = []
+    for i, position in enumerate(positions):
+        held = spec.parts(position)
+        out = None if local is None else local[i]
+        if len(held) == 1 and out is None and isinstance(source, File):
+            box = held[0][0]
+            if intersect(part, box) == box and (device.type, dtype) == ("cpu", spec.dtype):
+                out = source.map(offset, shape, dtype, _relative(box, part))
+                held = held if out is None else []
+        if out is None:
+            out = fresh(spec.local_shape(position), spec, device)
+        for box, here in held:
+            common = intersect(part, box)
             if common is not None:
-                source.read(offset, shape, dtype, _relative(common, part), out[slices(_relative(common, held))])
-            found.append(out)
-        return found
+                place = out[slices(here)][slices(_relative(common, box))]
+                source.read(offset, shape, dtype, _relative(common, part), place)
+        found.append(out)
+    return found
 
 
 def _relative(box: Box, within: Box) -> Box:
     return tuple((a - start, b - start) for (a, b), (start, _) in zip(box, within, strict=True))
-
-
-def slices(box: Box) -> tuple[slice, ...]:
-    """The index of a box."""
-    return tuple(slice(a, b) for a, b in box)

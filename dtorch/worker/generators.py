@@ -25,3 +25,12 @@ class Generators:
             self._made.pop(number, None)
         else:
             self.get(number).manual_seed(seed)
+
+    def states(self) -> dict[int, torch.Tensor]:
+        """The states of all generators, on the host, by number."""
+        return {number: g.get_state().cpu() for number, g in self._made.items()}
+
+    def set_states(self, states: dict[int, torch.Tensor]) -> None:
+        """Continue from what ``states`` returned."""
+        for number, state in states.items():
+            self.get(number).set_state(state)

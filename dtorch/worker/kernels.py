@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from dtorch.core.spec import Box, TensorSpec
+from dtorch.core.pieces import piece_of
+from dtorch.core.spec import Span, TensorSpec
 
 
 @dataclass(frozen=True)
@@ -32,13 +33,10 @@ class Context:
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
 
-    def input_box(self, slot: int) -> Box:
-        """The part of input ``slot`` held here."""
-        return self.inputs[slot].box(self.position)
-
-    def output_box(self, index: int) -> Box:
-        """The part of result ``index`` held here."""
-        return self.outputs[index].box(self.position)
+    def input_span(self, slot: int, dim: int) -> Span:
+        """The part of a dimension of input ``slot`` held here; rules that ask for it do not cut it in segments."""
+        (span,) = self.inputs[slot].spans(self.position)[dim]
+        return span
 
     def output_shape(self, index: int = 0) -> tuple[int, ...]:
         """Local shape of a result."""
@@ -162,9 +160,7 @@ def reduce_piece(ctx: Context, x: torch.Tensor, *args: Any, **kwargs: Any) -> to
 @kernel
 def cut(ctx: Context, *args: Any, **kwargs: Any) -> torch.Tensor:
     """A factory whose values depend on the global index: make it whole, keep the piece."""
-    whole = ctx.op(*args, **kwargs)
-    box = ctx.output_box(0)
-    return whole[tuple(slice(a, b) for a, b in box)].contiguous() if box else whole  # type: ignore[no-any-return]
+    return piece_of(ctx.op(*args, **kwargs), ctx.outputs[0], ctx.position).contiguous()
 
 
 @kernel

@@ -115,7 +115,7 @@ def _mine(ctx: Context, indices: torch.Tensor, low: int, high: int, total: int) 
 @kernel
 def embedding_piece(ctx: Context, weight: torch.Tensor, indices: torch.Tensor, *args: Any) -> torch.Tensor:
     """Rows of the part of the vocabulary that is here, zeros for the others."""
-    low, high = ctx.input_box(0)[0]
+    low, high = ctx.input_span(0, 0)
     mine = _mine(ctx, indices, low, high, ctx.inputs[0].shape[0])
     if ctx.is_empty:
         return ctx.nothing(weight.device)  # type: ignore[no-any-return]
@@ -126,7 +126,7 @@ def embedding_piece(ctx: Context, weight: torch.Tensor, indices: torch.Tensor, *
 @kernel
 def embedding_renorm_piece(ctx: Context, weight: torch.Tensor, indices: torch.Tensor, *args: Any) -> torch.Tensor:
     """Shorten those of the rows that are here."""
-    low, high = ctx.input_box(0)[0]
+    low, high = ctx.input_span(0, 0)
     mine = _mine(ctx, indices, low, high, ctx.inputs[0].shape[0])
     if bool(mine.any()):
         ctx.op(weight, indices[mine] - low, *args)
@@ -148,7 +148,7 @@ def embedding_bag_piece(
     counted = indices != padding_idx
     size = torch.zeros(offsets.numel(), dtype=torch.long, device=indices.device).index_add_(0, bag_of, counted.long())
     largest = torch.zeros(ctx.output_shape(3), dtype=ctx.outputs[3].dtype, device=weight.device)
-    low, high = ctx.input_box(0)[0]
+    low, high = ctx.input_span(0, 0)
     if high - low == ctx.inputs[0].shape[0] and weight.shape[1]:
         out, _, _, found = ctx.op(
             weight, indices, offsets, by_frequency, mode, sparse, per_sample_weights, include_last_offset, padding_idx
@@ -190,9 +190,9 @@ def mean_loss_backward_piece(ctx: Context, *args: Any, **kwargs: Any) -> torch.T
     return ctx.run(args, kwargs).mul_(_share(ctx))  # type: ignore[no-any-return]
 
 
-def _class_box(ctx: Context, slot: int) -> tuple[int, int]:
+def _classes(ctx: Context, slot: int) -> tuple[int, int]:
     """The classes held here: dimension 1, or 0 of an input without samples."""
-    return ctx.input_box(slot)[min(1, ctx.inputs[slot].ndim - 1)]
+    return ctx.input_span(slot, min(1, ctx.inputs[slot].ndim - 1))
 
 
 _IGNORED = -100
@@ -200,7 +200,7 @@ _IGNORED = -100
 
 def _here(ctx: Context, slot: int, target: torch.Tensor, ignored: int) -> tuple[torch.Tensor, int]:
     """Targets counted from the first class held here, and the number that marks those to ignore."""
-    low, high = _class_box(ctx, slot)
+    low, high = _classes(ctx, slot)
     total = ctx.inputs[slot].shape[min(1, ctx.inputs[slot].ndim - 1)]
     if high - low == total:
         return target, ignored
@@ -228,11 +228,10 @@ def nll_loss_piece(
     if ctx.is_empty:
         return ctx.nothing(data.device)
     total = _weight(target, weight, ignored, data.dtype)
-    box = ctx.input_box(0)
     if target.ndim:
-        target = target[tuple(slice(*b) for b in (box[0], *box[2:]))]
+        target = target[tuple(slice(*ctx.input_span(0, d)) for d in range(data.ndim) if d != 1)]
     if weight is not None:
-        weight = weight[slice(*_class_box(ctx, 0))]
+        weight = weight[slice(*_classes(ctx, 0))]
     target, ignored = _here(ctx, 0, target, ignored)
     mean, here = ctx.op(data, target, weight, reduction, ignored)
     # Without a counted target here the mean is 0 / 0; without one anywhere the loss is.
@@ -261,7 +260,7 @@ def linear_cross_entropy_piece(
         return ctx.nothing(data.device)
     if reduction != "mean":
         return ctx.op(data, layer, target, bias, weight, reduction, ignored, *rest)
-    mine = target[slice(*ctx.input_box(0)[0])]
+    mine = target[slice(*ctx.input_span(0, 0))]
     total, here = (_weight(t, weight, ignored, data.dtype) for t in (target, mine))
     out = ctx.op(data, layer, mine, bias, weight, reduction, ignored, *rest)
     return [(torch.where(here == 0, 0, x) * (here / total)).to(x.dtype) for x in out]
@@ -275,7 +274,7 @@ def ctc_loss_piece(ctx: Context, *args: Any, **kwargs: Any) -> Any:
     if ctx.is_empty:
         return ctx.nothing(args[0].device)
     i = ctx.index("log_probs")
-    low, high = ctx.input_box(i)[1]
+    low, high = ctx.input_span(i, 1)
     targets, lengths = args[i + 1], args[i + 3]
     changes: Kwargs = {}
     if isinstance(lengths, list):

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from dtorch.core.pieces import indices
 from dtorch.worker.kernels import Context, kernel, stand_in
 
 
@@ -25,18 +26,20 @@ class _Keys:
     def __init__(self, ctx: Context, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         slot = ctx.index("query")
         key, value = args[slot + 1], args[slot + 2]
-        rows, heads = ctx.input_box(slot)[-2], ctx.input_box(slot)[-3:-2]
+        spans = ctx.inputs[slot].spans(ctx.position)
+        rows, heads = spans[-2], spans[-3:-2]
         self._heads: torch.Tensor | None = None
         self._columns = key.shape[-2]
         self._all = key.shape[-3:-2]
         total, kept = ctx.inputs[slot].shape[-3:-2], ctx.inputs[slot + 1].shape[-3:-2]
-        if kept != total and kept != (1,) and self._all == kept and heads != ((0, *total),):
-            self._heads = torch.arange(*heads[0], device=key.device) * kept[0] // total[0]
+        if kept != total and kept != (1,) and self._all == kept and heads != (((0, *total),),):
+            self._heads = indices(heads[0], key.device) * kept[0] // total[0]
             key, value = key.index_select(-3, self._heads), value.index_select(-3, self._heads)
         self.changes: dict[str, Any] = {}
-        if rows[0] and ctx.argument(args, kwargs, "is_causal"):
-            key, value = key[..., : rows[1], :], value[..., : rows[1], :]
-            seen = torch.ones(rows[1] - rows[0], key.shape[-2], dtype=torch.bool, device=key.device).tril_(rows[0])
+        if (len(rows) > 1 or rows[0][0]) and ctx.argument(args, kwargs, "is_causal"):
+            last = max(b for _, b in rows)
+            key, value = key[..., :last, :], value[..., :last, :]
+            seen = indices(rows, key.device).unsqueeze(1) >= torch.arange(key.shape[-2], device=key.device)
             self.changes = {"attn_mask": seen, "is_causal": False}
         self.changes |= {"key": key, "value": value}
 

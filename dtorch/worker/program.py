@@ -51,6 +51,7 @@ class Program:
         takes_id: a first result id follows the scalars.
         absent: no device of this worker takes part.
         at: which local device runs, or ran last.
+        flat: so far the raw results were one tensor, or a sequence of just the results.
         simple: the fast path ``(store, commands, index) -> next index``, or ``None``.
     """
 
@@ -69,6 +70,7 @@ class Program:
         self.op = resolve(plan.op) if plan.op else None
         self.simple: Callable[[dict[int, Any], list[Any], int], int] | None = None
         self.at = 0
+        self.flat = True
         self._fixes: dict[int, list[tuple[int, ...] | None]] = {}
         self._contexts: list[Context] = []
         self._targets: list[tuple[Callable[..., Any], list[Any], dict[str, Any]]] = []
@@ -186,6 +188,7 @@ class Program:
             for k, call in enumerate(self._calls):
                 self.at = k
                 raws.append(call([x[k] for x in inputs], numbers, generator))
+                self.flat = self.flat and _compiles(plan, raws[-1])
             if plan.rounds:
                 raws = RINGS[plan.kernel or ""](Ring(plan, self._contexts, self._positions, exchange), raws)
         return [self._finish(k, flatten(raw)) for k, raw in enumerate(raws)]
@@ -206,7 +209,8 @@ class Program:
             if takes_id:
                 for j, k in enumerate(self.new):
                     store[commands[i] + j] = [out[k]]
-            if self._fixes.get(0) is _NOTHING and _compiles(plan, raw):
+            self.flat = self.flat and _compiles(plan, raw)
+            if self._fixes.get(0) is _NOTHING and self.flat:
                 self.simple = compile_simple(plan, *self._targets[0], self.device, self.new)
             return i + takes_id
 
@@ -242,6 +246,29 @@ class Program:
                 )
             fixes.append(None if predicted.alias or predicted.same is not None else _restride(r, spec, shape))
         return fixes
+
+    # -- for records ------------------------------------------------------------------------------------------------
+    @property
+    def is_plain(self) -> bool:
+        """Whether running it is one call a device that communicates, waits and draws nothing."""
+        plan = self.plan
+        special = plan.moves or plan.back or plan.dynamic or plan.random or plan.after or plan.rounds
+        return bool(plan.op) and not special
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether it has run here on every device, so that it is known how its results must be mended."""
+        return self.absent or not self.is_plain or all(k in self._fixes for k in range(len(self.here)))
+
+    def call_on(self, k: int) -> tuple[Callable[..., Any], list[Any], dict[str, Any]]:
+        """What local device ``k`` calls, and with which arguments; marks stand for those that change."""
+        return self._targets[k]
+
+    def mender(self, k: int) -> Callable[[Any], list[torch.Tensor]] | None:
+        """What makes the results of ``call_on`` those of the plan, or ``None`` where they are so as they are."""
+        if self._fixes[k] is _NOTHING and self.flat:
+            return None
+        return lambda raw: self._finish(k, flatten(raw))
 
     def poison(self, store: dict[int, Any], ids: Sequence[int], first_out: int, cause: Poison) -> None:
         """Mark every result, and every written argument among ``ids``, as lost."""

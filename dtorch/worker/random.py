@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from dtorch.core.pieces import piece_of
 from dtorch.core.spec import TensorSpec
 from dtorch.protocol.plans import WirePlan
 from dtorch.protocol.values import DeviceSlot, GeneratorSlot, Number, Slot
@@ -80,10 +81,6 @@ class _default_generator:
             self._default.set_state(self._before)
 
 
-def _piece(full: torch.Tensor, spec: TensorSpec, position: int) -> torch.Tensor:
-    return full[tuple(slice(a, b) for a, b in spec.box(position))] if spec.shape else full
-
-
 def _dropout(
     here: Sequence[int], spec: TensorSpec, local: list[torch.Tensor], plan: WirePlan, generator: torch.Generator
 ) -> list[Any]:
@@ -96,7 +93,7 @@ def _dropout(
     scale = 0.0 if p == 1 else 1.0 / (1.0 - p)
     out = []
     for position, x in zip(here, local, strict=True):
-        mask = _piece(keep, spec, position).contiguous()
+        mask = piece_of(keep, spec, position).contiguous()
         out.append((x.mul(mask).mul_(scale), mask))
     return out
 
@@ -123,7 +120,7 @@ def _sliced(
     spec = next(r.spec for r in plan.results if r.spec is not None)
     out = []
     for k, position in enumerate(here):
-        piece = _piece(full, spec, position)
+        piece = piece_of(full, spec, position)
         if plan.results[0].same is not None:
             out.append(inputs[plan.results[0].same][k].copy_(piece))
         else:

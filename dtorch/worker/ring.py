@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from dtorch.core.spec import MeshLayout
+from dtorch.core.pieces import indices
+from dtorch.core.spec import MeshLayout, Span
 from dtorch.core.steps import Step
 from dtorch.protocol.plans import WirePlan
 from dtorch.worker.kernels import Context
@@ -50,11 +51,11 @@ class Ring:
         home = self.plan.rounds[-1][0][1].dst.mesh is self._mesh
         return len(self.plan.rounds) if home else len(self.plan.rounds) + 1
 
-    def columns(self, layout: MeshLayout, k: int) -> tuple[int, int]:
-        """First and last column of the block that local device ``k`` has in a round."""
+    def columns(self, layout: MeshLayout, k: int) -> tuple[Span, ...]:
+        """Which columns the block has that local device ``k`` holds in a round."""
         device = self._mesh.devices[self.contexts[k].position]
         spec = self.contexts[k].inputs[self.slots[0]]
-        return spec.box(layout.devices.index(device))[-2]
+        return spec.spans(layout.devices.index(device))[-2]
 
     def send(self, r: int, which: int, local: list[torch.Tensor]) -> list[torch.Tensor]:
         """Round ``r``'s send of tensors like slot ``slots[which]``; one a local device, in their order."""
@@ -67,30 +68,50 @@ class Ring:
         return [local[devices.index(want.devices[p])] for p in self._positions[want.id]]
 
 
+class _Part:
+    """Some spans of a dimension among those that lie one after the other in the local tensors, all or one of them."""
+
+    def __init__(self, wanted: tuple[Span, ...], held: tuple[Span, ...]) -> None:
+        self.spans = wanted
+        before = () if wanted == held else held[: held.index(wanted[0])]
+        self._start = sum(b - a for a, b in before)
+        self._length = sum(b - a for a, b in wanted)
+
+    def of(self, tensor: torch.Tensor, dim: int = -2) -> torch.Tensor:
+        """The part of a local tensor, as a view."""
+        return tensor.narrow(dim, self._start, self._length)
+
+
 class _Block:
-    """Query rows against one block of keys and values on one device: what the fused kernel must be given."""
+    """Query rows against one block of keys and values on one device: what the fused kernel must be given.
+
+    A causal block is made for one span of rows and one of columns, so that those of which nothing is seen are left out
+    and only those on the diagonal are masked; others take all spans at once.
+    """
 
     def __init__(
-        self, ctx: Context, arguments: Arguments, key: torch.Tensor, value: torch.Tensor, columns: tuple[int, int]
+        self, ctx: Context, arguments: Arguments, key: torch.Tensor, value: torch.Tensor, rows: _Part, columns: _Part
     ) -> None:
         args, kwargs = arguments
-        self.ctx = ctx
         slot = ctx.index("query")
-        self.query = args[slot]
-        rows = ctx.input_box(slot)[-2]
+        self.rows, self.columns = rows, columns
+        self.query, key, value = rows.of(args[slot]), columns.of(key), columns.of(value)
         self._all = key.shape
         self.heads = _picked_heads(ctx, slot, key)
         if self.heads is not None:
             key, value = key.index_select(-3, self.heads), value.index_select(-3, self.heads)
         self.key, self.value = key, value
         self.scale = ctx.argument(args, kwargs, "scale")
-        self.mask = _mask(ctx.argument(args, kwargs, "attn_mask"), columns, self.query.dtype)
+        self.mask = _mask(ctx.argument(args, kwargs, "attn_mask"), columns.spans, self.query.dtype)
+        if self.mask is not None and self.mask.dim() > 1 and self.mask.shape[-2] != 1:
+            self.mask = rows.of(self.mask)
         self.seen = bool(key.shape[-2] and self.query.numel())
         if ctx.argument(args, kwargs, "is_causal"):
-            self.seen = self.seen and columns[0] < rows[1]
-            if columns[1] - 1 > rows[0]:
-                shape = (rows[1] - rows[0], columns[1] - columns[0])
-                hidden = torch.ones(shape, dtype=torch.bool, device=key.device).triu_(1 + rows[0] - columns[0])
+            ((first, last),), ((start, stop),) = rows.spans, columns.spans
+            self.seen = self.seen and start < last
+            if self.seen and stop - 1 > first:
+                shape = (last - first, stop - start)
+                hidden = torch.ones(shape, dtype=torch.bool, device=key.device).triu_(1 + first - start)
                 causal = torch.zeros(shape, dtype=self.query.dtype, device=key.device).masked_fill_(hidden, float("-inf"))
                 self.mask = causal if self.mask is None else self.mask + causal
 
@@ -130,57 +151,62 @@ def _picked_heads(ctx: Context, slot: int, key: torch.Tensor) -> torch.Tensor | 
     total, kept = ctx.inputs[slot].shape[-3], ctx.inputs[slot + 1].shape[-3]
     if total == kept:
         return None
-    first = ctx.input_box(slot + 1)[-3][0]
-    return torch.arange(*ctx.input_box(slot)[-3], device=key.device) * kept // total - first
+    first = ctx.inputs[slot + 1].spans(ctx.position)[-3][0][0]
+    return indices(ctx.inputs[slot].spans(ctx.position)[-3], key.device) * kept // total - first
 
 
-def _mask(mask: torch.Tensor | None, columns: tuple[int, int], dtype: torch.dtype) -> torch.Tensor | None:
+def _mask(mask: torch.Tensor | None, columns: tuple[Span, ...], dtype: torch.dtype) -> torch.Tensor | None:
     """The block's columns of a mask, as something to add."""
     if mask is None:
         return None
     if mask.shape[-1] != 1:
-        mask = mask[..., columns[0] : columns[1]]
+        mask = mask[..., columns[0][0] : columns[0][1]] if len(columns) == 1 else mask[..., indices(columns, mask.device)]
     if mask.dtype == torch.bool:
         return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, float("-inf"))
     return mask
 
 
+def _blocks(
+    ring: Ring, k: int, arguments: Arguments, layout: MeshLayout, key: torch.Tensor, value: torch.Tensor
+) -> Iterator[_Block]:
+    """What local device ``k`` computes with the keys and values that it has in a round."""
+    ctx = ring.contexts[k]
+    rows, columns = ctx.inputs[ctx.index("query")].spans(ctx.position)[-2], ring.columns(layout, k)
+    pairs = [(rows, columns)]
+    if ctx.argument(*arguments, "is_causal"):
+        pairs = [((row,), (column,)) for row in rows for column in columns]
+    for some_rows, some_columns in pairs:
+        block = _Block(ctx, arguments, key, value, _Part(some_rows, rows), _Part(some_columns, columns))
+        if block.seen:
+            yield block
+
+
 def ring_attention(ring: Ring, arguments: Sequence[Arguments]) -> list[Any]:
     """Raw results on each local device: the output, and for the fused operator the logarithm of sums."""
     key, value = ([args[slot] for args, _ in arguments] for slot in ring.slots)
-    state: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * len(arguments)
+    results: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for ctx in ring.contexts:
+        query = arguments[len(results)][0][ctx.index("query")]
+        shape, wide = ctx.output_shape(0), torch.promote_types(query.dtype, torch.float32)
+        sums = torch.full(shape[:-1], float("-inf"), dtype=wide, device=query.device)
+        results.append((torch.zeros(shape, dtype=wide, device=query.device), sums))
     for r, layout in enumerate(ring.layouts()):
         if r:
             key, value = ring.send(r - 1, 0, key), ring.send(r - 1, 1, value)
-        for k, ctx in enumerate(ring.contexts):
-            block = _Block(ctx, arguments[k], key[k], value[k], ring.columns(layout, k))
-            if block.seen:
-                state[k] = _combine(state[k], *block.forward())
-    results = []
-    for k, ctx in enumerate(ring.contexts):
-        args, _ = arguments[k]
-        query = args[ctx.index("query")]
-        made = state[k]
-        if made is None:
-            shape = ctx.output_shape(0)
-            made = torch.zeros(shape, device=query.device), torch.full(shape[:-1], float("-inf"), device=query.device)
-        out = made[0].to(query.dtype)
-        results.append(out if len(ring.plan.results) == 1 else (out, made[1]))
-    return results
+        for k, (out, sums) in enumerate(results):
+            for block in _blocks(ring, k, arguments[k], layout, key[k], value[k]):
+                _combine(block.rows.of(out), block.rows.of(sums, -1), *block.forward())
+    dtype = arguments[0][0][ring.slots[0]].dtype
+    return [out.to(dtype) if len(ring.plan.results) == 1 else (out.to(dtype), sums) for out, sums in results]
 
 
-def _combine(
-    before: tuple[torch.Tensor, torch.Tensor] | None, out: torch.Tensor, sums: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two parts of one softmax as one, in single precision at least."""
-    out = out.to(torch.promote_types(out.dtype, torch.float32))
-    if before is None:
-        return out, sums
-    total = torch.logaddexp(before[1], sums)
+def _combine(out: torch.Tensor, sums: torch.Tensor, more: torch.Tensor, more_sums: torch.Tensor) -> None:
+    """Add a part of a softmax to what there is of it, in place."""
+    total = torch.logaddexp(sums, more_sums)
     blind = torch.isneginf(total)
-    old = torch.exp(before[1] - total).masked_fill(blind, 0).unsqueeze(-1)
-    new = torch.exp(sums - total).masked_fill(blind, 0).unsqueeze(-1)
-    return before[0] * old.to(out.dtype) + out * new.to(out.dtype), total
+    old, new = (torch.exp(s - total).masked_fill_(blind, 0).unsqueeze(-1) for s in (sums, more_sums))
+    out.mul_(old).add_(more * new)
+    sums.copy_(total)
 
 
 def ring_attention_backward(ring: Ring, arguments: Sequence[Arguments]) -> list[Any]:
@@ -195,13 +221,13 @@ def ring_attention_backward(ring: Ring, arguments: Sequence[Arguments]) -> list[
     for r, layout in enumerate(ring.layouts()):
         for k, ctx in enumerate(ring.contexts):
             args, _ = arguments[k]
-            block = _Block(ctx, arguments[k], key[k], value[k], ring.columns(layout, k))
-            if not block.seen:
-                continue
-            names = ("grad_out", "out", "logsumexp")
-            grads = block.backward(*(args[ctx.index(n)] for n in names))
-            for total, part in zip((query_grads[k], key_grads[k], value_grads[k]), grads, strict=True):
-                total.add_(part)
+            grad, out, sums = (args[ctx.index(n)] for n in ("grad_out", "out", "logsumexp"))
+            for block in _blocks(ring, k, arguments[k], layout, key[k], value[k]):
+                rows = block.rows
+                grads = block.backward(rows.of(grad), rows.of(out), rows.of(sums, -1))
+                rows.of(query_grads[k]).add_(grads[0])
+                block.columns.of(key_grads[k]).add_(grads[1])
+                block.columns.of(value_grads[k]).add_(grads[2])
         if r < last:
             key, value = ring.send(r, 0, key), ring.send(r, 1, value)
         key_grads, value_grads = ring.send(r, 0, key_grads), ring.send(r, 1, value_grads)

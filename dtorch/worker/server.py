@@ -5,13 +5,28 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from dtorch.comm.channel import Buffer, Channel, ChannelClosedError
-from dtorch.protocol.codec import clip, decode_as, encode
-from dtorch.protocol.messages import PROTOCOL_VERSION, Ack, Batch, Fault, Reply, WorkerHello
+from dtorch.core.errors import CommError, ProtocolError
+from dtorch.protocol.codec import clip, decode, encode
+from dtorch.protocol.messages import (
+    PROTOCOL_VERSION,
+    Ack,
+    Batch,
+    Broken,
+    Fault,
+    Replay,
+    Reply,
+    Resume,
+    Resumed,
+    Save,
+    Saved,
+    WorkerHello,
+)
 
 Send = Callable[[Sequence[Buffer]], None]
 
@@ -20,7 +35,24 @@ class Executor(Protocol):
     """What runs batches."""
 
     def run(self, frames: list[memoryview]) -> None:
-        """Run the payload of one batch. An exception is a bug of the engine and ends the worker."""
+        """Run the payload of one batch. An exception is a bug of the engine and ends the worker.
+
+        Raises:
+            CommError: another worker is gone or does not answer; this one's state is lost with it.
+        """
+
+    def mute(self, replies: int) -> None:
+        """Send so few replies less from now on, reports of failures not counted."""
+
+    def save(self, path: str) -> None:
+        """Write the state to a file.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+
+    def restore(self, path: str) -> None:
+        """Take the state from a file of ``save``, before the first batch."""
 
 
 class ExecutorFactory(Protocol):
@@ -58,17 +90,46 @@ def serve(
     try:
         executor = factory(list(devices), send, peers_dir, index, physical)
         channel.send([encode(WorkerHello(PROTOCOL_VERSION, os.getpid(), socket.gethostname()))])
+        replaying = False
         while True:
             frames = channel.receive()
             assert frames is not None, "there is no timeout"
-            batch = decode_as(Batch, frames[0])
-            executor.run([memoryview(frame) for frame in frames[1:]])
-            channel.send([encode(Ack(batch.seq))])
+            message = decode(frames[0])
+            if isinstance(message, Batch):
+                executor.run([memoryview(frame) for frame in frames[1:]])
+                if not replaying:
+                    channel.send([encode(Ack(message.seq))])
+            elif isinstance(message, Replay):
+                replaying = True
+                executor.mute(sys.maxsize)
+                if message.snapshot:
+                    executor.restore(message.snapshot)
+            elif isinstance(message, Resume):
+                replaying = False
+                executor.mute(message.replies)
+                channel.send([encode(Resumed())])
+            elif isinstance(message, Save):
+                channel.send([encode(_save(executor, message.path))])
+            else:
+                raise ProtocolError(f"a controller does not send {type(message).__name__}")
     except ChannelClosedError:
         return 0
+    except CommError as error:
+        channel.send([encode(Broken(clip(str(error))))])
+        return 1  # which closes the connections to the others, so that none waits for this one
     except Exception:
         channel.send([encode(Fault(index, clip(traceback.format_exc())))])
         return 1
+
+
+def _save(executor: Executor, path: str) -> Saved:
+    started = time.monotonic()
+    fault = ""
+    try:
+        executor.save(path)
+    except OSError as error:
+        fault = clip(str(error))
+    return Saved(int((time.monotonic() - started) * 1000), fault)
 
 
 def _size_thread_pool(threads: int) -> None:

@@ -59,10 +59,14 @@ def test_info_as_json(cli) -> None:
     assert facts["torch"] == version("torch")
     assert {"dtorch", "python", "diffusers", "transformers", "pyzmq", "mode", "native part"} <= facts.keys()
     assert facts["devices"][0].startswith("cpu")
-    assert isinstance(facts["patches"], list)
+    patches = {patch["name"]: patch for patch in facts["patches"]}
+    assert {"transformers-devices", "safetensors-loading", "cuda-amp"} <= patches.keys()
+    assert patches["safetensors-loading"]["versions"] == "from 0.8 to below 1"
+    assert "safe_open" in patches["safetensors-loading"]["reason"]
 
 
 def test_info_for_people(cli) -> None:
     result = cli("info")
     assert result.exit_code == 0, result.stderr
     assert version("diffusers") in result.stdout
+    assert "\n  accelerate-devices  (accelerate from 1.10 to below 2): Accelerator() and " in result.stdout

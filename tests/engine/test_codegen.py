@@ -32,6 +32,8 @@ CALLS: dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {
     "embedding.default": [((M, torch.tensor([[0, 2]])), {}), ((M, torch.tensor([1]), 0), {}), ((M, torch.tensor([1]), -1, False, False), {})],
     "matmul.default": [((X, N), {}), ((V, N), {})],
     "where.self": [((X > 0, X, Y), {}), ((X > 0, X, torch.tensor(2.0)), {})],
+    "pow.Tensor_Scalar": [((X, 2), {}), ((X, 0.5), {}), ((X.int(), 2), {})],
+    "mean.dim": [((X, [-1], True), {}), ((X, [0, 2]), {}), ((X.int(), [1]), {"dtype": torch.float64}), ((X, None), {})],
     "eq.Tensor": [((X, Y), {})],
     "eq.Scalar": [((X, 1), {})],
     "ne.Scalar": [((X, 1.5), {})],

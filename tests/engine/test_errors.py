@@ -217,7 +217,7 @@ def test_a_full_disk_at_the_start(mode, monkeypatch):
 
 @pytest.mark.parametrize("mode", ["local"], indirect=True)
 def test_a_lost_worker(mode):
-    own = dtorch.Graph(**OPTIONS["local"])
+    own = dtorch.Graph(**OPTIONS["local"], restarts=0)
     with own:
         d = spread(torch.ones(6, 4), dtorch.DeviceMesh("cpu", [0, 1]), S0)
         d.sum().item()

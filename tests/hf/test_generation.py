@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextvars
 import copy
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -24,6 +26,10 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "penalties": {"do_sample": False, "repetition_penalty": 1.2, "no_repeat_ngram_size": 2},
     "scores": {"do_sample": False, "output_scores": True, "output_logits": True, "return_dict_in_generate": True},
 }
+ENCODER_DECODERS = [
+    ("AutoModelForSeq2SeqLM", "t5"), ("AutoModelForSeq2SeqLM", "bart"), ("AutoModelForSpeechSeq2Seq", "whisper"),
+    ("AutoModelForImageTextToText", "llava"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("padding", [0, 4])
@@ -46,6 +52,58 @@ def test_same_tokens(model_type: str, strategy: str, padding: int) -> None:
         same(got, want)
 
 
+def watermark() -> Any:
+    from transformers import SynthIDTextWatermarkingConfig
+
+    return SynthIDTextWatermarkingConfig(keys=[654, 400, 836], ngram_len=3)
+
+
+VARIANTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "named dynamic cache": lambda: {"cache_implementation": "dynamic"},
+    "static cache, beams": lambda: {"num_beams": 3, "cache_implementation": "static"},
+    "static cache, sampling": lambda: {"do_sample": True, "cache_implementation": "static"},
+    "prompt in pieces": lambda: {"prefill_chunk_size": 4},
+    "typical": lambda: {"do_sample": True, "typical_p": 0.9, "renormalize_logits": True},
+    "guidance": lambda: {"guidance_scale": 1.5},
+    "forbidden tokens": lambda: {"bad_words_ids": [[5], [7, 8]], "suppress_tokens": [11], "sequence_bias": [[[9], 3.0]]},
+    "watermark": lambda: {"do_sample": True, "watermarking_config": watermark()},
+    "beam scores": lambda: {
+        "num_beams": 3, "length_penalty": 0.5, "early_stopping": True, "output_scores": True,
+        "return_dict_in_generate": True,
+    },
+    "attentions": lambda: {
+        "output_attentions": True, "output_hidden_states": True, "return_dict_in_generate": True, "use_cache": False,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants(variant: str) -> None:
+    model, inputs, options = toy("AutoModelForCausalLM", "llama")[0], prompt(padding=4), {"do_sample": False}
+    if variant == "attentions":
+        model = copy.deepcopy(model)
+        model.set_attn_implementation("eager")
+    options |= VARIANTS[variant]()
+    want, got = generate(model, inputs, **options), generate(on_mesh(model), moved(inputs), **options)
+    same(got, want)
+
+
+@pytest.mark.parametrize("strategy", ["greedy", "sampling", "beams", "sampled beams", "penalties", "static cache"])
+@pytest.mark.parametrize(("auto", "model_type"), ENCODER_DECODERS)
+def test_encoder_decoders(auto: str, model_type: str, strategy: str, reads: Callable[[], int]) -> None:
+    model, inputs = toy(auto, model_type)
+    there = on_mesh(model)
+    given = {name: value for name, value in inputs.items() if not name.startswith("decoder_")}
+    options = STRATEGIES[strategy]
+    same(generate(there, moved(given), **options), generate(model, given, **options))
+    counts = []
+    for tokens in (3, 9):
+        before = reads()
+        generate(there, moved(given), tokens=tokens, **options)
+        counts.append(reads() - before)
+    assert counts[1] - counts[0] <= 6
+
+
 @pytest.mark.parametrize("mesh", ["local"], indirect=True)
 @pytest.mark.parametrize("strategy", ["sampling", "beams", "static cache"])
 def test_same_tokens_in_a_worker_process(strategy: str, mesh: Any) -> None:
@@ -59,12 +117,24 @@ def test_sampling_depends_on_the_seed() -> None:
     assert not torch.equal(first, other)
 
 
-def test_assisted_decoding() -> None:
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("mesh", ["inline", "local"], indirect=True)
+def test_assisted_decoding(do_sample: bool, mesh: Any) -> None:
     model, _ = toy("AutoModelForCausalLM", "llama")
     assistant, _ = toy("AutoModelForCausalLM", "qwen3")
     inputs = {name: value[1:] for name, value in prompt().items()}
-    want = generate(model, inputs, do_sample=False, assistant_model=assistant)
-    same(generate(on_mesh(model), moved(inputs), do_sample=False, assistant_model=on_mesh(assistant)), want)
+    want = generate(model, inputs, do_sample=do_sample, assistant_model=assistant)
+    same(generate(on_mesh(model), moved(inputs), do_sample=do_sample, assistant_model=on_mesh(assistant)), want)
+
+
+def test_embeddings_as_the_prompt() -> None:
+    model, _ = toy("AutoModelForCausalLM", "llama")
+    there, inputs = on_mesh(model), prompt(padding=3)
+    ids = inputs.pop("input_ids")
+    inputs["inputs_embeds"] = model.get_input_embeddings()(ids)
+    given = moved(inputs)
+    same(there.get_input_embeddings()(on_mesh(ids)), inputs["inputs_embeds"])
+    same(generate(there, given, do_sample=False), generate(model, inputs, do_sample=False))
 
 
 def test_prompt_lookup_decoding() -> None:
@@ -97,13 +167,52 @@ def test_stopping_at_the_end_token() -> None:
     same(got, want)
 
 
-def test_streaming(capsys: pytest.CaptureFixture[str]) -> None:
+def word_tokenizer() -> Any:
+    """A tokenizer whose tokens are the words w0, w1, ..."""
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, TextStreamer
+    from transformers import PreTrainedTokenizerFast
 
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(320)}, unk_token="w3"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w3")
+    return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w3")
+
+
+def test_stopping_by_a_criterion_of_the_users() -> None:
+    model, inputs = toy("AutoModelForCausalLM", "llama")[0], prompt()
+    wanted = [int(generate(model, inputs, do_sample=False)[row, 11 + row]) for row in (0, 1)]
+
+    def seen(ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
+        return (ids[:, 9:] == torch.tensor(wanted, device=ids.device)[:, None]).any(1)
+
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "stopping_criteria": [seen]}
+    want = model.generate(**inputs, **options)
+    assert want.shape[1] < 9 + NEW_TOKENS
+    same(on_mesh(model).generate(**moved(inputs), **options), want)
+
+
+@pytest.mark.parametrize("mesh", ["inline", "local"], indirect=True)
+def test_streaming_from_another_thread(mesh: Any) -> None:
+    from transformers import TextIteratorStreamer
+
+    model, inputs = toy("AutoModelForCausalLM", "llama")[0], {name: value[1:] for name, value in prompt().items()}
+
+    def streamed(m: Any, given: Any) -> list[str]:
+        streamer = TextIteratorStreamer(word_tokenizer(), skip_prompt=True, timeout=60)
+        with ThreadPoolExecutor(1) as pool:
+            done = pool.submit(contextvars.copy_context().run, generate, m, given, do_sample=False, streamer=streamer)
+            pieces = list(streamer)
+            done.result()
+        return pieces
+
+    want = streamed(model, inputs)
+    assert len("".join(want).split()) == NEW_TOKENS
+    assert streamed(on_mesh(model), moved(inputs)) == want
+
+
+def test_streaming(capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import TextStreamer
+
+    tokenizer = word_tokenizer()
     model, _ = toy("AutoModelForCausalLM", "llama")
     inputs = {name: value[1:] for name, value in prompt().items()}
 

@@ -24,8 +24,9 @@ MESHES = [
 @pytest.mark.parametrize(("names", "shape", "dims"), MESHES, ids=lambda x: "-".join(map(str, x)))
 @pytest.mark.parametrize(("length", "kept"), [(8, 4), (7, 2), (3, 1)])
 @pytest.mark.parametrize("kind", ["full", "causal", "masked"])
+@pytest.mark.parametrize("cut", ["plain", "segments", "balanced"])
 def test_attention(
-    names: tuple[str, ...], shape: tuple[int, ...], dims: tuple[int, ...], length: int, kept: int, kind: str
+    names: tuple[str, ...], shape: tuple[int, ...], dims: tuple[int, ...], length: int, kept: int, kind: str, cut: str
 ) -> None:
     torch.manual_seed(0)
     mesh = dtorch.init_device_mesh("cpu", shape, mesh_dim_names=names)
@@ -34,7 +35,9 @@ def test_attention(
     ref = [t.clone().requires_grad_() for t in plain]
     options = {"is_causal": kind == "causal", "enable_gqa": kept != 4}
     want = F.scaled_dot_product_attention(*ref, attn_mask=mask, **options)
-    placements = [dtorch.Shard(d) for d in dims]
+    first = length // 2
+    segments = {"plain": (), "segments": (first, length - first), "balanced": (first, first - length)}[cut]
+    placements = [dtorch.Shard(d, segments if d == 2 else ()) for d in dims]
     got = [dtorch.Tensor(t, device_mesh=mesh, placements=placements) for t in plain]
     spread = dtorch.Tensor(mask, device_mesh=mesh) if mask is not None else None
     with torch.no_grad():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import dtorch
+from dtorch.models.llama import Llama, LlamaSettings
 
 AXES = ("dp", "pp", "tp", "ulysses_cp", "ring_cp")
 
@@ -24,7 +26,7 @@ def factorisations(count: int, axes: int) -> Iterator[tuple[int, ...]]:
             yield sizes
 
 
-def model(kind: str) -> torch.nn.Module:
+def model(kind: str, layers: int = 8) -> torch.nn.Module:
     import transformers
 
     config, cls = {
@@ -35,7 +37,7 @@ def model(kind: str) -> torch.nn.Module:
     options: dict[str, Any] = {"head_dim": 8} if kind == "qwen3" else {}
     return cls(
         config(
-            hidden_size=64, intermediate_size=96, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=8,
+            hidden_size=64, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=8, num_key_value_heads=8,
             vocab_size=160, **options,
         )
     ).eval()  # fmt: skip
@@ -44,25 +46,47 @@ def model(kind: str) -> torch.nn.Module:
 IDS = torch.randint(3, 150, (8, 16), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
-@pytest.mark.parametrize("sizes", list(factorisations(8, 5)), ids=lambda s: "-".join(map(str, s)))
-def test_every_factorisation_of_eight_devices(kind: str, sizes: tuple[int, ...]) -> None:
-    plain = model(kind)
+@functools.cache
+def expected(kind: str, layers: int) -> tuple[torch.nn.Module, torch.Tensor]:
+    """A plain model and its logits."""
+    plain = model(kind, layers)
+    with torch.no_grad():
+        return plain, plain(IDS, use_cache=False).logits
+
+
+def own_llama(plain: Any, mesh: dtorch.DeviceMesh) -> torch.nn.Module:
+    c = plain.config
+    settings = LlamaSettings(
+        vocab_size=c.vocab_size, hidden_size=c.hidden_size, intermediate_size=c.intermediate_size,
+        num_hidden_layers=c.num_hidden_layers, num_attention_heads=c.num_attention_heads,
+        num_key_value_heads=c.num_key_value_heads, rms_norm_eps=c.rms_norm_eps,
+    )  # fmt: skip
+    own = Llama(settings, mesh)
+    own.load_state_dict({k.removeprefix("model."): v for k, v in plain.state_dict().items()})
+    return own
+
+
+def check_logits(kind: str, sizes: tuple[int, ...]) -> None:
+    layers = max(2, sizes[AXES.index("pp")])
+    plain, want = expected("llama" if kind == "own" else kind, layers)
     mesh = dtorch.init_device_mesh("cpu", sizes, mesh_dim_names=AXES)
     with torch.no_grad():
-        want = plain(IDS, use_cache=False).logits
-        placed = dtorch.parallelize(copy.deepcopy(plain), mesh)
-        got = placed(IDS, use_cache=False).logits
+        if kind == "own":
+            got = own_llama(plain, mesh)(IDS)
+        else:
+            got = dtorch.parallelize(copy.deepcopy(plain), mesh)(IDS, use_cache=False).logits
     torch.testing.assert_close(got.to_torch(), want, rtol=1e-4, atol=1e-4)
 
 
-def test_five_axes_of_two() -> None:
-    plain = model("llama")
-    mesh = dtorch.init_device_mesh("cpu", (2,) * 5, mesh_dim_names=AXES)
-    with torch.no_grad():
-        want = plain(IDS, use_cache=False).logits
-        got = dtorch.parallelize(copy.deepcopy(plain), mesh)(IDS, use_cache=False).logits
-    torch.testing.assert_close(got.to_torch(), want, rtol=1e-4, atol=1e-4)
+@pytest.mark.parametrize("kind", ["own", "llama", "qwen3"])
+@pytest.mark.parametrize("sizes", list(factorisations(8, 5)), ids=lambda s: "-".join(map(str, s)))
+def test_every_factorisation_of_eight_devices(kind: str, sizes: tuple[int, ...]) -> None:
+    check_logits(kind, sizes)
+
+
+@pytest.mark.parametrize("kind", ["own", "llama", "qwen3"])
+def test_five_axes_of_two(kind: str) -> None:
+    check_logits(kind, (2,) * 5)
 
 
 TRAINED = [
@@ -74,7 +98,7 @@ TRAINED = [
 
 @pytest.mark.parametrize(("layout", "zero"), TRAINED, ids=str)
 def test_training(layout: dict[str, int], zero: int) -> None:
-    plain = model("llama").train()
+    plain = model("llama", layers=2).train()
     mesh = dtorch.init_device_mesh("cpu", tuple(layout.values()), mesh_dim_names=tuple(layout))
     placed = dtorch.parallelize(copy.deepcopy(plain), mesh, zero=zero)
     losses: list[list[float]] = []

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import inspect
+import os
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 
 import dtorch
 from dtorch import patches
+from dtorch.core.errors import LoadError
 from dtorch.patches import PatchError
 
 MESH = torch.device("dtorch", 0)
@@ -106,6 +109,30 @@ def test_every_patch_says_what_it_is_for() -> None:
         assert patch.name.startswith(patch.library) or patch.library == "torch"
 
 
+def test_the_public_function() -> None:
+    dtorch.patch("diffusers-devices", "accelerate-devices")
+    assert {p.name for p in patches.available() if p.applied} == {"diffusers-devices", "accelerate-devices"}
+    patches.revert("diffusers-devices")
+    assert {p.name for p in patches.available() if p.applied} == {"accelerate-devices"}
+    patches.revert()
+
+
+@pytest.mark.parametrize("names", [(), ("diffusers-devices",)], ids=["all", "named"])
+def test_another_version(names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is named must fit; otherwise what does not fit is left out."""
+    monkeypatch.setattr(patches.base, "version", lambda library: "0.41.9" if library == "diffusers" else version(library))
+    text = r"'diffusers-devices' is for diffusers from 0\.42 to below 0\.43, and 0\.41\.9 is installed: install"
+    if names:
+        with pytest.raises(PatchError, match=text):
+            patches.apply(*names)
+        assert not any(p.applied for p in patches.available())
+    else:
+        with pytest.warns(UserWarning, match=text):
+            applied = patches.apply()
+        assert {p.library for p in applied} == {"safetensors", "accelerate", "transformers"}
+        patches.revert()
+
+
 def test_an_unknown_name() -> None:
     with pytest.raises(PatchError, match="no patch 'numpy'; there are accelerate-devices"):
         patches.apply("numpy")
@@ -194,17 +221,67 @@ def test_limits_of_memory_that_are_given_hold(patched: Callable[..., None]) -> N
     assert list(modeling.get_max_memory()) == [0]
 
 
-def test_balanced_pipelines(tmp_path: Path, patched: Callable[..., None]) -> None:
-    from diffusers import DDPMPipeline, DDPMScheduler, UNet2DModel
+def toy_unet() -> Any:
+    from diffusers import UNet2DModel
 
-    unet = UNet2DModel(
+    return UNet2DModel(
         sample_size=8, layers_per_block=1, block_out_channels=(8, 16), norm_num_groups=4, attention_head_dim=4,
         down_block_types=("DownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "UpBlock2D"),
     )  # fmt: skip
-    DDPMPipeline(unet, DDPMScheduler(10)).save_pretrained(tmp_path)
+
+
+def test_balanced_pipelines(tmp_path: Path, patched: Callable[..., None]) -> None:
+    from diffusers import DDPMPipeline, DDPMScheduler
+
+    DDPMPipeline(toy_unet(), DDPMScheduler(10)).save_pretrained(tmp_path)
     assert device_of(DDPMPipeline.from_pretrained(tmp_path, device_map="balanced").unet) == CPU
     patched()
     assert device_of(DDPMPipeline.from_pretrained(tmp_path, device_map="balanced").unet) == MESH
+
+
+# -- loading -----------------------------------------------------------------------------------------------------------
+def test_transformers_loads_to_the_default_mesh(tmp_path: Path, patched: Callable[..., None]) -> None:
+    toy().save_pretrained(tmp_path)
+    with dtorch.DeviceMesh("cpu", [0, 1, 2]) as mesh:
+        here = torch.zeros(1, device="dtorch").device
+        model = type(toy()).from_pretrained(tmp_path, device_map="dtorch")
+        assert device_of(model) == MESH != here, "its threads know the first mesh only"
+        patched("transformers-loading")
+        model = type(toy()).from_pretrained(tmp_path, device_map="dtorch")
+    assert device_of(model) == here
+    assert model.lm_head.weight.device_mesh == mesh
+
+
+def test_transformers_names_the_damaged_file(tmp_path: Path, patched: Callable[..., None]) -> None:
+    toy().save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    os.truncate(file, file.stat().st_size - 500)
+    with pytest.raises(Exception, match="incomplete") as caught:
+        type(toy()).from_pretrained(tmp_path, device_map="dtorch")
+    assert file.name not in str(caught.value)
+    patched("transformers-loading")
+    with pytest.raises(LoadError, match=r"model\.safetensors was cut off: '[\w.]+' ends at byte \d+"):
+        type(toy()).from_pretrained(tmp_path, device_map="dtorch")
+
+
+def test_diffusers_converts_on_the_mesh(tmp_path: Path, patched: Callable[..., None]) -> None:
+    model = toy_unet()
+    model.save_pretrained(tmp_path)
+
+    def loaded() -> tuple[int, Any]:
+        """How many weights were converted there, and the model."""
+        report = dtorch.explain(
+            lambda: type(model).from_pretrained(tmp_path, device_map={"": "dtorch:0"}, torch_dtype=torch.bfloat16),
+            quiet=True,
+        )
+        return sum("_to_copy" in str(line) for line in report.lines), report.result
+
+    assert loaded()[0] == 0
+    patched("diffusers-loading")
+    converted, there = loaded()
+    assert converted >= len(list(model.parameters()))
+    for got, want in zip(there.parameters(), model.bfloat16().parameters(), strict=True):
+        assert torch.equal(got.detach().to_torch(), want)
 
 
 # -- accelerate --------------------------------------------------------------------------------------------------------

@@ -114,10 +114,19 @@ def sample_pairs(
         shape, dtype = rng.choice(shapes), rng.choice(DTYPES)
         specs = []
         for mesh in (rng.choice(meshes), rng.choice(meshes)):
-            placements = [rng.choice(placements_of(len(shape), dtype)) for _ in mesh.shape]
+            placements = [segmented(rng.choice(placements_of(len(shape), dtype)), shape, rng) for _ in mesh.shape]
             order = rng.sample(range(len(shape)), len(shape))
             specs.append(make_spec(mesh, placements, shape, dtype, order))
         yield specs[0], specs[1]
+
+
+def segmented(p: Placement, shape: Sequence[int], rng: random.Random) -> Placement:
+    """The placement, sometimes with up to three segments."""
+    if not isinstance(p, Shard) or rng.random() < 0.6:
+        return p
+    ends = sorted(rng.randint(0, shape[p.dim]) for _ in range(2))
+    lengths = (ends[0], ends[1] - ends[0], shape[p.dim] - ends[1])
+    return Shard(p.dim, tuple(rng.choice((n, -n)) for n in lengths))
 
 
 def basic_pairs(mesh: MeshLayout, shape: tuple[int, ...]) -> list[tuple[TensorSpec, TensorSpec]]:
@@ -129,6 +138,7 @@ def basic_pairs(mesh: MeshLayout, shape: tuple[int, ...]) -> list[tuple[TensorSp
         (Partial("product"), Partial("min")),
     ]  # fmt: skip
     rest = (REPLICATE,) * (mesh.ndim - 1)
+    ends.append((sharded, Shard(0, (shape[0] // 2, shape[0] // 2 - shape[0]))))
     found = [(make_spec(mesh, (*rest, a), shape), make_spec(mesh, (*rest, b), shape)) for a, b in ends]
     if mesh.ndim == 2:
         nested = make_spec(mesh, (sharded, sharded), shape)
@@ -146,7 +156,21 @@ def _whole(shape: Sequence[int], low: int, high: int, rng: random.Random) -> tor
 
 
 def _part(value: torch.Tensor, spec: TensorSpec, position: int) -> torch.Tensor:
-    return value[tuple(slice(a, b) for a, b in spec.box(position))]
+    """What a device holds, index by index."""
+    indices = [list(range(n)) for n in spec.shape]
+    for p, parts, index in zip(spec.placements, spec.mesh.shape, spec.mesh.coordinates[position], strict=True):
+        if isinstance(p, Shard):
+            held, start = [], 0
+            for n in p.segments or (spec.shape[p.dim],):
+                mine = [i for i in indices[p.dim] if start <= i < start + abs(n)]
+                step = -(-len(mine) // parts)
+                place = index if n >= 0 else parts - 1 - index
+                held += mine[place * step : (place + 1) * step]
+                start += abs(n)
+            indices[p.dim] = held
+    for d, held in enumerate(indices):
+        value = torch.cat([value.narrow(d, i, 1) for i in held] or [value.narrow(d, 0, 0)], d)
+    return value
 
 
 def _dense(t: torch.Tensor, spec: TensorSpec) -> torch.Tensor:

@@ -25,6 +25,7 @@ from tests.redistribute.cases import (
     random_value,
     redistribute,
     same_bits,
+    segmented,
     shapes_up_to,
     split,
 )
@@ -47,10 +48,10 @@ def pairs(draw: st.DrawFn, two_meshes: bool) -> tuple[TensorSpec, TensorSpec]:
     """Two specs of one tensor, on one mesh or on two."""
     shape = draw(st.lists(st.integers(0, 7), max_size=3))
     dtype = draw(st.sampled_from(DTYPES))
-    mesh = draw(meshes(0))
+    mesh, rng = draw(meshes(0)), draw(st.randoms(use_true_random=False))
     specs = []
     for m in (mesh, draw(meshes(1)) if two_meshes else mesh):
-        placements = [draw(st.sampled_from(placements_of(len(shape), dtype))) for _ in m.shape]
+        placements = [segmented(draw(st.sampled_from(placements_of(len(shape), dtype))), shape, rng) for _ in m.shape]
         spec = make_spec(m, placements, shape, dtype, draw(st.permutations(range(len(shape)))))
         if draw(st.booleans()):  # gaps, and any stride where the size is 1
             gap, odd = draw(st.integers(1, 2)), draw(st.integers(1, 9))

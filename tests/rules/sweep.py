@@ -36,6 +36,8 @@ def spread(value: torch.Tensor, mesh: dtorch.DeviceMesh, placements: Sequence[An
 def options(value: torch.Tensor, partial: bool) -> list[Any]:
     """The placements to try on one mesh axis."""
     found: list[Any] = [dtorch.Replicate(), *(dtorch.Shard(d) for d in range(value.ndim))]
+    # In two segments, the second the other way round: no device has one box.
+    found += [dtorch.Shard(d, (n // 2, n // 2 - n)) for d, n in enumerate(value.shape) if n > 1]
     if partial and value.is_floating_point():
         found.append(dtorch.Partial())
     return found

@@ -13,6 +13,15 @@ from dtorch.planner.rules.named import UNLESS_EMPTY
 _FIRST = (frozenset({0}),)
 
 
+# The label of a dimension along which tensors stand end to end.
+LINE = "line"
+
+
+def line_along(dim: int, ndim: int) -> Labels:
+    """A label for each dimension, and that of the line for one."""
+    return tuple(LINE if d == dim else d for d in range(ndim))
+
+
 def whole_along(dims: Iterable[int], ndim: int) -> Labels:
     """A label for each dimension but ``dims``, which may be negative."""
     used = {d % ndim for d in dims} if ndim else set()

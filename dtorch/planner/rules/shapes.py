@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 import torch
 
 from dtorch.core.spec import dense_strides
 from dtorch.planner.call import Call
 from dtorch.planner.rule import Labels, Rule, replicated, rule
-from dtorch.planner.rules.along import whole_along
+from dtorch.planner.rules.along import LINE, line_along, whole_along
 
 _FIRST = (frozenset({0}),)
 _BOTH = (frozenset({0, 1}),)
@@ -18,11 +19,15 @@ _BOTH = (frozenset({0, 1}),)
 # -- joining and repeating -----------------------------------------------------------------------------------------
 @rule("aten.cat")
 def cat(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
-    """End to end along ``dim``, which must be whole; torch lets empty vectors stand among the tensors."""
+    """End to end along ``dim``; torch lets empty vectors stand among the tensors."""
     n = outs[0].ndim
-    labels = whole_along([call["dim"]], n)
+    d = call["dim"] % n
+    labels = line_along(d, n)
     inputs = [labels if s.ndim == n else (None,) * s.ndim for s in call.specs]
-    return Rule(inputs, [labels], linear=(frozenset(range(len(inputs))),))
+    ends = pairwise(accumulate((s.shape[d] if s.ndim == n else 0 for s in call.specs), initial=0))
+    stretches = {i: stretch for i, stretch in enumerate(ends) if inputs[i] is labels}
+    linear = (frozenset(range(len(inputs))),)
+    return Rule(inputs, [labels], linear=linear, joined=LINE, stretches=(stretches, {0: (0, outs[0].shape[d])}))
 
 
 @rule("aten.stack")
@@ -101,12 +106,30 @@ def scatter_view(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
     return Rule(_placed(call, base, part), [base], linear=_BOTH)
 
 
-@rule("aten.select_backward", "aten.slice_backward", "aten.diagonal_backward", "aten.unfold_backward")
+@rule("aten.slice_backward")
+def slice_backward(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
+    """Zeros in the base's shape, with the gradient in the place of the slice."""
+    n = outs[0].ndim
+    d = call["dim"] % n
+    if call.first.shape == tuple(outs[0].shape):  # the slice was all of it; its bounds fit pieces as well
+        labels = tuple(range(n))
+        return Rule([labels], [labels], resize=("input_sizes", 0))
+    size = outs[0].shape[d]
+    start, stop, step = slice(call["start"], call["end"], call["step"]).indices(size)
+    if step != 1:
+        labels = whole_along([d], n)
+        return Rule([labels], [labels], resize=("input_sizes", 0))
+    labels = line_along(d, n)
+    return Rule(
+        [labels], [labels], resize=("input_sizes", 0), joined=LINE, kernels={LINE: "slice_backward_piece"},
+        stretches=({0: (start, max(start, stop))}, {0: (0, size)}),
+    )  # fmt: skip
+
+
+@rule("aten.select_backward", "aten.diagonal_backward", "aten.unfold_backward")
 def view_backward(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
     """Zeros in the base's shape, with the gradient in the place of the view."""
     base, part = _view_dims(call, outs[0].ndim)
-    if call.name == "aten.slice_backward" and call.first.shape == tuple(outs[0].shape):
-        base = part = tuple(range(outs[0].ndim))  # the slice was all of it; its bounds fit pieces as well
     return Rule(_placed(call, base, part), [base], resize=("input_sizes", 0))
 
 

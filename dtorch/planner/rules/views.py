@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 import torch
 
 from dtorch.planner.call import Call
 from dtorch.planner.rule import Label, Labels, Rule, rule
+from dtorch.planner.rules.along import LINE, line_along, whole_along
 
 _IDENTITY = (frozenset({0}),)
 
@@ -153,12 +155,26 @@ def select(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
 
 @rule("aten.slice.Tensor", "aten.slice_copy")
 def slice_(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
-    """Part of one dimension, which must be whole unless all of it is taken."""
+    """Part of one dimension."""
     n, d = call.first.ndim, _wrap(call["dim"], call.first.ndim)
-    full = call["step"] == 1 and tuple(outs[0].shape) == call.first.shape
-    labels = tuple(None if i == d and not full else i for i in range(n))
-    # A full slice written with bounds that fit the global size (0:8) does not fit a piece: view the result instead.
-    return Rule([labels], [labels], linear=_IDENTITY, kernel="view_result" if full else None)
+    if call["step"] != 1:
+        labels = whole_along([d], n)
+        return Rule([labels], [labels], linear=_IDENTITY)
+    if tuple(outs[0].shape) == call.first.shape:
+        # Written with bounds that fit the global size (0:8), it does not fit a piece: view the result instead.
+        return Rule([_labels(n)], [_labels(n)], linear=_IDENTITY, kernel="view_result")
+    start = slice(call["start"], call["end"]).indices(call.first.shape[d])[0]
+    return _told_apart(call, outs, d, start)
+
+
+def _told_apart(call: Call, outs: Sequence[torch.Tensor], d: int, start: int) -> Rule:
+    """Stretches of a dimension, one after the other from ``start``."""
+    labels = line_along(d, call.first.ndim)
+    stretches = pairwise(accumulate((o.shape[d] for o in outs), initial=start))
+    return Rule(
+        [labels], [labels] * len(outs), linear=_IDENTITY, joined=LINE, kernels={LINE: "stretches_piece"},
+        stretches=({0: (0, call.first.shape[d])}, dict(enumerate(stretches))),
+    )  # fmt: skip
 
 
 @rule(
@@ -167,10 +183,13 @@ def slice_(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
     "aten.narrow_copy",
 )  # fmt: skip
 def split(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
-    """Pieces along one dimension, which must be whole."""
+    """Stretches of one dimension."""
     d = _wrap(call["dim"], call.first.ndim)
-    labels = tuple(None if i == d else i for i in range(call.first.ndim))
-    return Rule([labels], [labels] * len(outs), linear=_IDENTITY)
+    start = call["start"] if "narrow" in call.name else 0
+    if not isinstance(start, int):  # only the workers know
+        labels = whole_along([d], call.first.ndim)
+        return Rule([labels], [labels], linear=_IDENTITY)
+    return _told_apart(call, outs, d, slice(start, None).indices(call.first.shape[d])[0])
 
 
 @rule("aten.diagonal", "aten.diagonal_copy", "aten.linalg_diagonal")

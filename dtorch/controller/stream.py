@@ -1,0 +1,357 @@
+"""The command stream taken apart, as far as repeating it needs: what each command makes, reads and writes. Pure.
+
+Tensors go by their ids, generators by ``-1 - number``; both are called keys here.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+
+from dtorch.comm.channel import Buffer
+from dtorch.core.errors import ProtocolError
+from dtorch.protocol import commands as C
+
+FREE = -1
+"""The code of a node that forgets a tensor."""
+
+ReadShared = Callable[[str, int, int], bytes]
+"""Bytes of the client's shared memory: path, offset, count."""
+
+_DEFINITIONS = frozenset((C.MESH, C.SPEC, C.PLAN, C.MAP))
+# Commands that begin, end and use something that is no tensor, with the place of its number.
+_BEGINS, _ENDS = {C.OPEN: 2, C.RECORD: 1}, {C.CLOSE: 1, C.RECORD: 1}
+_USES = {C.LOAD: 3, C.REPLAY: 1}
+_KIND = {C.OPEN: C.OPEN, C.CLOSE: C.OPEN, C.LOAD: C.OPEN, C.RECORD: C.RECORD, C.REPLAY: C.RECORD}
+_WIDTHS = {
+    C.MESH: 5, C.SPEC: 3, C.PLAN: 3, C.PUT: 4, C.FETCH: 6, C.SEED: 3, C.STATE: 4, C.RESTORE: 3, C.SYNC: 2, C.COUNT: 2,
+    C.MAP: 3, C.OPEN: 6, C.CLOSE: 2, C.LOAD: 8, C.RECORD: 3, C.MEMORY: 3,
+}  # fmt: skip
+_FRAME = {C.PUT: 3, C.LOAD: 3}
+"""Where a command names a frame; a LOAD does with a negative number."""
+
+
+@dataclass(slots=True)
+class Node:
+    """One command.
+
+    Attributes:
+        code: as in ``protocol.commands``, or ``FREE``.
+        words: the command.
+        serial: of an operator, else -1.
+        makes, writes, reads: keys.
+        shares: the results may be views of what is read.
+        frame: the bytes that it brings.
+    """
+
+    code: int
+    words: list[Any]
+    serial: int = -1
+    makes: Sequence[int] = ()
+    writes: Sequence[int] = ()
+    reads: Sequence[int] = ()
+    shares: bool = False
+    frame: Buffer | None = None
+
+
+@dataclass(slots=True)
+class _Plan:
+    """What the stream needs to know of a plan, see ``protocol.plans``. ``written``: slots; ``None``: perhaps all."""
+
+    slots: int
+    numbers: int
+    new: int
+    width: int
+    dynamic: bool
+    random: bool
+    written: list[int] | None
+    shares: bool
+
+
+@dataclass(slots=True)
+class _Record:
+    """What the stream needs to know of a record, see ``protocol.records``."""
+
+    arguments: int
+    captured: list[int]
+    results: int
+    generators: set[int]
+
+
+def _plan(data: Sequence[Any]) -> _Plan:
+    op, _, slots, numbers, _, _, moves, back, results, _, _, flags, *_ = data
+    new = sum(same is None for _, same, _ in results)
+    written = [same for _, same, _ in results if same is not None] + [slot for slot, _ in back]
+    return _Plan(
+        slots=len(slots),
+        numbers=numbers,
+        new=new,
+        width=1 + len(slots) + numbers + bool(new) + bool(flags & 1),
+        dynamic=bool(flags & 1),
+        random=bool(flags & 2),
+        written=written if results and not flags & 4 else None,
+        shares=any(alias and same is None for _, same, alias in results) or (not op and not any(s for _, s in moves)),
+    )
+
+
+class Reader:
+    """Takes the batches of one session apart, in their order.
+
+    Args:
+        read_shared: reads the client's shared memory.
+    """
+
+    def __init__(self, read_shared: ReadShared) -> None:
+        self._read_shared = read_shared
+        self._plans: dict[int, _Plan] = {}
+        self._records: dict[int, _Record] = {}
+        self._maps: dict[int, str] = {}
+        self._made: set[int] = set()  # tensors that a LOAD has begun
+        self.serial = 0
+
+    def read(self, frames: Sequence[Buffer]) -> list[Node]:
+        """The nodes of a batch; what lies in shared memory becomes part of them.
+
+        Raises:
+            ProtocolError: it holds what is not known here.
+        """
+        commands = msgpack.unpackb(frames[0], strict_map_key=False)
+        nodes: list[Node] = []
+        i, end, first = 0, len(commands), C.FIRST_PLAN
+        try:
+            while i < end:
+                code = commands[i]
+                if code >= first:
+                    plan = self._plans[code - first]
+                    node = self._operator(plan, code, commands[i : i + plan.width])
+                elif code < 0:
+                    self._made.discard(-code)
+                    node = Node(FREE, commands[i : i + 1], reads=(-code,))
+                elif code == C.REPLAY:
+                    node = self._replay(commands, i)
+                else:
+                    node = self._other(code, commands[i : i + _WIDTHS[code]], frames)
+                nodes.append(node)
+                i += len(node.words)
+        except (KeyError, ValueError, IndexError, TypeError) as error:
+            raise ProtocolError(f"a command that cannot be repeated: {error!r}") from error
+        return nodes
+
+    def _operator(self, plan: _Plan, code: int, words: list[Any]) -> Node:
+        n = plan.slots
+        inputs = words[1 : 1 + n]
+        written = inputs if plan.written is None else [inputs[slot] for slot in plan.written]
+        made: Sequence[int] = ()
+        if plan.new:
+            first = words[1 + n + plan.numbers]
+            made = range(first, first + plan.new)
+        if plan.random:
+            generator = -1 - words[n + plan.numbers]  # the last number
+            inputs, written = [*inputs, generator], [*written, generator]
+        node = Node(code, words, self.serial, made, written, inputs, plan.shares)
+        self.serial += 1
+        return node
+
+    def _replay(self, commands: list[Any], i: int) -> Node:
+        """A record is taken to write all that it reads, and its results to share memory with all of that."""
+        record = self._records[commands[i + 1]]
+        end = i + 2 + record.arguments
+        inputs = [*commands[i + 2 : end], *record.captured, *record.generators]
+        made = range(commands[end], commands[end] + record.results)
+        node = Node(C.REPLAY, commands[i : end + 1], self.serial, made, inputs, inputs, shares=True)
+        self.serial += 1
+        return node
+
+    def _record(self, data: Sequence[Any]) -> _Record:
+        arguments, captured, commands, results, _ = data
+        generators = set()
+        i = 0
+        while i < len(commands):
+            code = commands[i]
+            if code >= C.FIRST_PLAN:
+                plan = self._plans[code - C.FIRST_PLAN]
+                if plan.random:
+                    generators.add(-1 - commands[i + plan.slots + plan.numbers])
+                i += plan.width
+            else:
+                if code in (C.STATE, C.RESTORE):
+                    generators.add(-1 - commands[i + 1])
+                i += _WIDTHS[code]
+        return _Record(arguments, captured, len(results), generators)
+
+    def _other(self, code: int, words: list[Any], frames: Sequence[Buffer]) -> Node:
+        node = Node(code, words)
+        if code == C.PLAN:
+            self._plans[words[1]] = _plan(words[2])
+        elif code == C.RECORD:
+            if words[2] is None:
+                self._records.pop(words[1], None)
+            else:
+                self._records[words[1]] = self._record(words[2])
+        elif code == C.MAP:
+            self._maps[words[1]] = words[2]
+        elif code == C.PUT:
+            node.makes, node.frame = (words[1],), frames[words[3]]
+        elif code == C.LOAD:
+            self._load(node)
+        elif code == C.SEED:
+            node.writes = (-1 - words[1],)
+        elif code == C.STATE:
+            node.makes, node.reads = (words[2],), (-1 - words[1],)
+        elif code == C.RESTORE:
+            node.writes, node.reads = (-1 - words[1],), (words[2],)
+        return node
+
+    def _load(self, node: Node) -> None:
+        _, tensor, _, file, offset, dtype, box, _ = node.words
+        node.serial, self.serial = self.serial, self.serial + 1
+        node.makes, node.writes = ((), (tensor,)) if tensor in self._made else ((tensor,), ())
+        self._made.add(tensor)
+        if file in self._maps:
+            count = math.prod(high - low for low, high in box) * _itemsize(dtype)
+            node.frame = self._read_shared(self._maps[file], offset, count)
+
+
+def _itemsize(dtype: str) -> int:
+    bits = re.search(r"\d+", dtype)
+    return max(1, int(bits.group()) // 8) if bits else 1
+
+
+def write(nodes: Sequence[Node], first: int | None = None, last: int | None = None) -> list[Buffer]:
+    """The payload of a batch with these nodes.
+
+    Args:
+        nodes: in their order.
+        first: the number that a worker would give the first operator; ``None``: nothing is missing between the nodes.
+        last: the number that it is to give the next operator after them.
+    """
+    commands: list[Any] = []
+    frames: list[Buffer] = [b""]
+    for node in nodes:
+        if first is not None and node.serial >= 0:
+            if node.serial != first:
+                commands.extend((C.COUNT, node.serial))
+            first = node.serial + 1
+        words = node.words
+        if node.frame is not None:
+            at = _FRAME[node.code]
+            words = [*words]
+            words[at] = len(frames) if node.code == C.PUT else -len(frames)
+            if node.code == C.LOAD:
+                words[4] = 0
+            frames.append(node.frame)
+        commands.extend(words)
+    if last is not None:
+        commands.extend((C.COUNT, last))
+    frames[0] = msgpack.packb(commands)
+    return frames
+
+
+def needed(nodes: Sequence[Node], held: Mapping[int, int]) -> list[Node]:
+    """Those of the nodes without which a value that is alive after them, or the state of a generator, would be another.
+
+    Requests of the client are left out. What shares memory is taken together.
+
+    Args:
+        nodes: from the start of the session, or from a snapshot on.
+        held: what a snapshot holds, see ``families``.
+    """
+    found = _Families(nodes, held)
+    find = found.find
+    wanted = {find(key) for key in found.alive}
+    used = _unended(nodes)
+    kept: list[Node] = []
+    for node in reversed(nodes):
+        code = node.code
+        if code == FREE or code in _DEFINITIONS or code in _BEGINS or code in _ENDS:
+            kept.append(node)
+        elif not (wanted.isdisjoint(map(find, node.makes)) and wanted.isdisjoint(map(find, node.writes))):
+            if code in (C.SEED, C.RESTORE):  # what the generator was before does not matter
+                wanted.discard(find(node.writes[0]))
+            wanted.update(map(find, node.reads))
+            if code in _USES:
+                used.add(_subject(node, _USES))
+            kept.append(node)
+    made = held.keys() | {key for node in kept for key in node.makes}
+
+    def matters(node: Node) -> bool:
+        if node.code == FREE:
+            return node.reads[0] in made
+        if node.code in _BEGINS or node.code in _ENDS:
+            return _subject(node, _BEGINS if node.code in _BEGINS else _ENDS) in used
+        return True
+
+    return [node for node in reversed(kept) if matters(node)]
+
+
+def families(nodes: Sequence[Node], held: Mapping[int, int]) -> dict[int, int]:
+    """The keys that are alive after the nodes, each with one that stands for all that share memory with it.
+
+    Args:
+        nodes: from the start of the session, or from a snapshot on.
+        held: the same for what the snapshot holds.
+    """
+    found = _Families(nodes, held)
+    first: dict[int, int] = {}
+    return {key: first.setdefault(found.find(key), key) for key in found.alive}
+
+
+def remaining(nodes: Sequence[Node]) -> list[Node]:
+    """What a snapshot taken after the nodes does not hold: definitions, records, and files that are open."""
+    open_still = _unended(nodes)
+    return [
+        node
+        for node in nodes
+        if node.code in _DEFINITIONS or (node.code in _BEGINS and _subject(node, _BEGINS) in open_still)
+    ]
+
+
+def _subject(node: Node, places: Mapping[int, int]) -> tuple[int, int]:
+    """The file or record that a node is about."""
+    return _KIND[node.code], node.words[places[node.code]]
+
+
+def _unended(nodes: Sequence[Node]) -> set[tuple[int, int]]:
+    """The files and records that are there after the nodes."""
+    there: set[tuple[int, int]] = set()
+    for node in nodes:
+        if node.code == C.CLOSE or (node.code == C.RECORD and node.words[2] is None):
+            there.discard(_subject(node, _ENDS))
+        elif node.code in _BEGINS:
+            there.add(_subject(node, _BEGINS))
+    return there
+
+
+class _Families:
+    """Which keys share memory, and which are alive in the end."""
+
+    def __init__(self, nodes: Sequence[Node], held: Mapping[int, int]) -> None:
+        self._up = dict(held)
+        self.alive = set(held)
+        up, alive, find = self._up, self.alive, self.find
+        for node in nodes:
+            if node.code == FREE:
+                alive.discard(node.reads[0])
+                continue
+            alive.update(node.makes)
+            if node.shares and node.reads:
+                root = find(node.reads[0])
+                for key in (*node.reads[1:], *node.makes):
+                    up[find(key)] = root
+            if node.writes and node.writes[-1] < 0:  # a generator
+                alive.add(node.writes[-1])
+                if node.code == C.SEED and node.words[2] is None:
+                    alive.discard(node.writes[-1])
+
+    def find(self, key: int) -> int:
+        """What stands for the family of a key."""
+        up = self._up
+        while (above := up.get(key, key)) != key:
+            up[key] = up.get(above, above)
+            key = above
+        return key

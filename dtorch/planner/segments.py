@@ -1,0 +1,79 @@
+"""Dimensions that are cut in segments, so that ``cat`` and ``split`` along a cut dimension move nothing.
+
+``cat`` of tensors that are cut along it would have to bring their pieces in order: each device would get parts of other
+devices' pieces. Instead, a device joins what it has, and the placement remembers the lengths of what was joined. Other
+operators handle such a dimension as any that is cut, so long as they do not ask for places in the whole tensor; ``split``
+and ``narrow`` between segments take it apart again. That keeps the joint attention of text and image tokens, fused
+projections (query, key and value in one weight) and parallel branches (attention and MLP in one product) cut throughout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+from dtorch.core.placements import REPLICATE, Placement, Shard
+from dtorch.core.spec import Span
+from dtorch.planner.rule import Label, Labels, Rule
+
+# Kernels that do not look for a device's place in the whole tensor, or know how to find it in one cut in segments.
+_ANY_PIECES = frozenset({
+    None, "view_result", "unless_empty", "add_once", "mean_piece", "reduce_piece", "attention_piece",
+    "attention_backward_piece", "random",
+})  # fmt: skip
+
+_MOST_SEGMENTS = 16
+"""A dimension of more segments is made whole instead: each number of them is a placement of its own to plan for."""
+
+
+def may_cut(rule: Rule, label: Label) -> bool:
+    """Whether a label may be cut in segments."""
+    return (
+        label not in rule.units
+        and label not in rule.even
+        and rule.kernels.get(label) in _ANY_PIECES
+        and rule.kernel in _ANY_PIECES
+    )
+
+
+def joined_candidate(
+    rule: Rule, current: Sequence[Placement], parts: int
+) -> tuple[list[Placement], list[Placement], Label] | None:
+    """Placements in which the joined label is cut, where some slot is cut along it already.
+
+    Args:
+        rule: has a joined label.
+        current: placement of each slot on the axis.
+        parts: number of devices of the axis.
+    """
+    slots, results = rule.stretches
+    cut = {slot: p for slot in slots if isinstance(p := current[slot], Shard) and rule.inputs[slot][p.dim] == rule.joined}
+    if not cut or any(0 < b - a < parts for a, b in results.values()):  # a result that most devices have nothing of
+        return None
+    ends = sorted({end for stretch in (*slots.values(), *results.values()) for end in stretch})
+    lengths: list[int] = []
+    for a, b in pairwise(ends):
+        known = (_between(p, slots[slot], a, b) for slot, p in cut.items())
+        lengths.extend(next(filter(None, known), (b - a,)))
+    if len(lengths) > _MOST_SEGMENTS:
+        return None
+    line = list(zip(lengths, pairwise(accumulate(map(abs, lengths), initial=ends[0])), strict=True))
+
+    def place(labels: Labels, stretch: Span | None) -> Placement:
+        if stretch is None:
+            return REPLICATE
+        inside = [n for n, (a, b) in line if stretch[0] <= a and b <= stretch[1]]
+        return Shard(labels.index(rule.joined), tuple(inside))
+
+    ins = [place(labels, slots.get(i)) for i, labels in enumerate(rule.inputs)]
+    outs = [place(labels, results.get(i)) for i, labels in enumerate(rule.outputs)]
+    return ins, outs, rule.joined
+
+
+def _between(p: Shard, stretch: Span, a: int, b: int) -> tuple[int, ...]:
+    """The segments between two places on the line, none when one of them does not end there."""
+    segments = p.segments or (stretch[1] - stretch[0],)
+    ends = list(accumulate(map(abs, segments), initial=stretch[0]))
+    if a not in ends or b not in ends:
+        return ()
+    return segments[ends.index(a) : ends.index(b)]
