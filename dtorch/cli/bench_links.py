@@ -36,5 +36,6 @@ def bench_links(
     for kind, link in links.kinds.items():
         typer.echo(f"{kind:15s} {link.latency_s * 1e6:9.1f} us  {link.bytes_per_s / 1e9:7.3f} GB/s a device")
     typer.echo(f"{'products':15s} {links.flops_per_s / 1e9:9.1f} Gflop/s")
-    typer.echo(f"{'single elements':15s} {links.memory_bytes_per_s / 1e9:9.1f} GB/s, {links.operator_s * 1e6:.1f} us an operator")
+    least = f"{links.operator_s * 1e6:.1f} us an operator"
+    typer.echo(f"{'single elements':15s} {links.memory_bytes_per_s / 1e9:9.1f} GB/s, {least}")
     typer.echo(f"kept in {path}")

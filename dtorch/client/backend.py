@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from dtorch import native
-from dtorch.client import factories, graph, random
+from dtorch.client import factories, graph, products, random
 from dtorch.client.dispatch import dispatch
 from dtorch.client.saving import rebuild, restore
 from dtorch.client.session import MAX_MESHES
@@ -249,15 +250,20 @@ def _needs_gradient(*values: Any) -> bool:
 def _keep_whole(library: torch.library.Library) -> None:
     """linear, matmul, layer_norm and recurrent networks as one operator where autograd does not need their parts.
 
-    matmul's parts would fold a stack into the rows of one matrix, which a cut of the rows does not survive. Recurrent
-    networks have other kernels on the CPU than on devices like this one.
+    Recurrent networks have other kernels on the CPU than on devices like this one.
     """
     aten = torch.ops.aten
-    for whole in (
-        aten.linear.default, aten.matmul.default, aten.layer_norm.default, aten.lstm.input, aten.gru.input,
-        aten.rnn_tanh.input, aten.rnn_relu.input, aten.gru_cell.default,
-    ):  # fmt: skip
-        library.impl(torch_private.overload_name(whole), _whole(whole), "AutogradPrivateUse1")
+    for whole, with_gradient in {
+        aten.linear.default: lambda x, weight, bias=None: products.linear(x, weight, bias),
+        aten.matmul.default: products.matmul,
+        aten.layer_norm.default: None,
+        aten.lstm.input: None,
+        aten.gru.input: None,
+        aten.rnn_tanh.input: None,
+        aten.rnn_relu.input: None,
+        aten.gru_cell.default: None,
+    }.items():
+        library.impl(torch_private.overload_name(whole), _whole(whole, with_gradient), "AutogradPrivateUse1")
 
 
 def _values_only(library: torch.library.Library) -> None:
@@ -275,11 +281,12 @@ def _values_only(library: torch.library.Library) -> None:
     library.impl("linalg_svdvals", svdvals, "AutogradPrivateUse1")
 
 
-def _whole(func: Any) -> Any:
+def _whole(func: Any, with_gradient: Callable[..., Any] | None = None) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
-        if _needs_gradient(*(t for a in args for t in (a if isinstance(a, (list, tuple)) else (a,)))):
-            return func.decompose(*args, **kwargs)
-        return dispatch(DTensor, func, (), args, kwargs)
+        if not _needs_gradient(*(t for a in args for t in (a if isinstance(a, (list, tuple)) else (a,)))):
+            return dispatch(DTensor, func, (), args, kwargs)
+        result = NotImplemented if with_gradient is None else with_gradient(*args)
+        return func.decompose(*args, **kwargs) if result is NotImplemented else result
 
     return call
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import resource
@@ -26,6 +27,7 @@ def main() -> None:
     for descriptor in (config.client_fd, config.census_fd):
         os.set_inheritable(descriptor, False)
     client = Channel(socket.socket(fileno=config.client_fd))
+    gc.disable()  # the log is millions of small lists without a cycle, which a collection would walk over and over
     log = None
     if config.restarts:
         log = Log(config.log_operators, config.log_bytes, config.snapshots_dir, SharedMemory().read)

@@ -69,7 +69,7 @@ class _Plan:
     width: int
     dynamic: bool
     random: bool
-    written: list[int] | None
+    written: tuple[int, ...] | None
     shares: bool
 
 
@@ -94,7 +94,7 @@ def _plan(data: Sequence[Any]) -> _Plan:
         width=1 + len(slots) + numbers + bool(new) + bool(flags & 1),
         dynamic=bool(flags & 1),
         random=bool(flags & 2),
-        written=written if results and not flags & 4 else None,
+        written=tuple(written) if results and not flags & 4 else None,
         shares=any(alias and same is None for _, same, alias in results) or (not op and not any(s for _, s in moves)),
     )
 
@@ -145,7 +145,9 @@ class Reader:
     def _operator(self, plan: _Plan, code: int, words: list[Any]) -> Node:
         n = plan.slots
         inputs = words[1 : 1 + n]
-        written = inputs if plan.written is None else [inputs[slot] for slot in plan.written]
+        written: Sequence[int] = ()
+        if plan.written != ():
+            written = inputs if plan.written is None else [inputs[slot] for slot in plan.written]
         made: Sequence[int] = ()
         if plan.new:
             first = words[1 + n + plan.numbers]

@@ -101,6 +101,13 @@ def run_backward_on_calling_thread() -> None:
         module._engine_run_backward = on_this_thread  # type: ignore[attr-defined]
 
 
+def in_function_transform() -> bool:
+    """Whether a transform of ``torch.func`` or forward-mode differentiation is active."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return True
+    return bool(torch.autograd.forward_ad._current_level >= 0)
+
+
 def has_composite_kernel(func: Any) -> bool:
     """Whether torch has the operator in C++ only written in terms of others (CompositeImplicitAutograd).
 

@@ -107,7 +107,8 @@ def _expert_parameters(module: nn.Module) -> frozenset[str]:
     """Parameters that hold one matrix, or bias, for each expert, in dimension 0."""
     found = {name for name, p in module.named_parameters() if ".experts." in f".{name}" and p.dim() == 3}
     for name, part in find_experts(module).items():
-        found.update(f"{name}.{own}" for own, p in part.named_parameters(recurse=False) if p.shape[:1] == (part.num_experts,))
+        own = part.named_parameters(recurse=False)
+        found.update(f"{name}.{parameter}" for parameter, p in own if p.dim() and p.shape[0] == part.num_experts)
     return frozenset(found)
 
 

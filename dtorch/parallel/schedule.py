@@ -21,7 +21,6 @@ import torch
 from dtorch.core.errors import DtorchError, PlacementError
 from dtorch.core.mesh import current_mesh
 
-
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
@@ -258,7 +257,7 @@ class _Lane:
                 loss = loss_of(index)
             self.loss = loss.detach()
             self.pause()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
         except _GivenUpError:
             return
         except BaseException as e:  # the thread that runs the schedule raises it
@@ -296,7 +295,7 @@ def at_boundary(args: Args, kwargs: Kwargs, move: Callable[[Args, Kwargs], tuple
 
 def _stopping(args: Args, kwargs: Kwargs, lane: _Lane) -> tuple[Args, Kwargs]:
     """The arguments, the first of which that requires grad pauses on the way back."""
-    given: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
+    given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
     for name, value in given.items():
         if isinstance(value, torch.Tensor) and value.requires_grad:
             given[name] = _Boundary.apply(value, lane)  # type: ignore[no-untyped-call]

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 from torch import nn
 
@@ -43,7 +44,8 @@ class Suggestion:
     def __str__(self) -> str:
         name = ",".join(f"{axis}={n}" for axis, n in self.layout.items())
         parts = f" in {self.microbatches} micro-batches" if self.microbatches > 1 else ""
-        return f"{name}{parts}: {self.forecast.seconds * 1e3:.3g} ms, {self.forecast.bytes_per_device:,} bytes a device; {self.reason}"
+        cost = f"{self.forecast.seconds * 1e3:.3g} ms, {self.forecast.bytes_per_device:,} bytes a device"
+        return f"{name}{parts}: {cost}; {self.reason}"
 
 
 def suggest(
@@ -115,7 +117,7 @@ def _parts(layout: dict[str, int], batch: int) -> int:
 
 def _layouts(model: nn.Module, devices: int, batch: int, sequence: int) -> Iterator[dict[str, int]]:
     """Factorisations of the devices that give every device something to do."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     heads = int(getattr(text, "num_attention_heads", 0) or devices)
     experts = min((int(part.num_experts) for part in find_experts(model).values()), default=1)  # type: ignore[arg-type]

@@ -37,6 +37,14 @@ def as_input(call: Call) -> Any:
     return _like(call, "self")
 
 
+@shapes("aten.linear_backward")
+def linear_backward(call: Call) -> Any:
+    """Gradients of input, weight and bias, as far as asked for; of a weight in row-major memory."""
+    weight = call.spec("weight")
+    made = _like(call, "self"), _like(call, "weight"), _like(call, "weight", weight.shape[0])
+    return tuple(t if asked else None for t, asked in zip(made, call["output_mask"], strict=True))
+
+
 @shapes("aten._ctc_loss")
 def ctc_loss(call: Call) -> Any:
     """Losses (n) and alphas (n, time, 2 * longest target + 1).

@@ -31,8 +31,12 @@ def of_parameters(ctx: Context, *args: Any, **kwargs: Any) -> Any:
     def trained(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
             return [trained(v) for v in value]
-        is_parameter = isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() <= 2
-        return value.detach().requires_grad_() if is_parameter else value
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.dim() > 2:
+            return value
+        with torch.inference_mode(False):  # what is transposed of a tensor made in that mode requires none
+            alias = value.new_empty(0)
+            alias.set_(value.untyped_storage(), value.storage_offset(), value.shape, value.stride())
+            return alias.requires_grad_()
 
     return ctx.run(tuple(trained(a) for a in args), kwargs)
 
@@ -86,6 +90,15 @@ def convolution_backward_piece(
         if any(p.is_partial() and q.is_shard(1) and coordinate for p, q, coordinate in again):
             out[2] = torch.zeros_like(out[2])
     return out
+
+
+@stand_in("linear_backward.default")
+def linear_backward(
+    ctx: Context, x: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor, mask: Sequence[bool]
+) -> tuple[Any, ...]:
+    """The gradient of a weight, as torch's derivative of the folded product gives it; torch has no such operator."""
+    rows = (t.reshape(-1, t.shape[-1]) for t in (grad, x))
+    return None, next(rows).t().mm(next(rows)), None
 
 
 @kernel

@@ -131,7 +131,7 @@ def test_a_step_whose_numbers_change_runs_as_it_is(mode):
     net, plain = network(0.0).to("dtorch"), network(0.0)
     data = batches(7)
     train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2), data, False)
-    with pytest.warns(dtorch.CaptureWarning, match="cannot be captured"):  # noqa: PT031
+    with pytest.warns(dtorch.CaptureWarning, match="cannot be captured"):
         _, f = train(
             net, torch.optim.AdamW(net.parameters(), lr=1e-2), [(x.to("dtorch"), y.to("dtorch")) for x, y in data], True
         )

@@ -8,7 +8,7 @@ import torch
 
 from dtorch.planner.call import Call
 from dtorch.planner.rule import Labels, NoRule, Rule, rule
-from dtorch.planner.rules.named import UNLESS_EMPTY
+from dtorch.planner.rules.named import UNLESS_EMPTY, slots, sums
 from dtorch.planner.rules.pointwise import broadcast_labels
 
 _SUM = {"k": "sum"}
@@ -69,6 +69,16 @@ def linear(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
         inputs.append(("n",) if call.specs[2].ndim else ())
         return Rule(inputs, [(*batch, "n")], reduce=_SUM, kernels={"k": "add_once"})
     return Rule(inputs, [(*batch, "n")], reduce=_SUM, linear=_EITHER)
+
+
+@rule("aten.linear_backward")
+def linear_backward(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
+    """The gradient of a weight (n, k) alone: (..., k) and (..., n), summed over all the dimensions before."""
+    if list(call["output_mask"]) != [False, True, False]:
+        raise NoRule("aten.linear_backward for other gradients")
+    batch = tuple(range(call.first.ndim - 1))
+    inputs = slots(call, self=(*batch, "k"), grad_output=(*batch, "n"), weight=("n", "k"))
+    return Rule(inputs, [("n", "k")], reduce=sums(batch), unused=frozenset({call.slots["weight"]}))
 
 
 @rule("aten.matmul")
