@@ -12,6 +12,7 @@ last. The exit code is 1 when one differs.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import re
 import signal
@@ -59,6 +60,8 @@ def generate(model: Any, way: str, device: str) -> Tensor:
 def compare(model: Any, ways: list[str]) -> tuple[list[str], dict[str, str], list[str]]:
     """The ways that agree; those that differ, with what is wrong; and those that plain torch refuses."""
     want, refused = {}, []
+    with contextlib.suppress(Exception):
+        model(**prompts(4))  # some rebuild parts of themselves at the first call, with draws of the host's generator
     for way in ways:
         try:
             want[way] = generate(copy.deepcopy(model), way, "cpu")
@@ -121,7 +124,9 @@ def main() -> int:
             signal.alarm(0)
         models, good, bad = models + bool(agree or wrong), good + len(agree), bad + len(wrong)
         refusals = f"  (plain torch refuses {', '.join(refused)})" if refused else ""
-        print(f"{'FAIL' if wrong else 'ok  '}  {model_type:28s} {time.time() - start:5.1f} s  {' '.join(agree)}{refusals}")
+        print(
+            f"{'FAIL' if wrong else 'ok  '}  {model_type:28s} {time.time() - start:5.1f} s  {' '.join(agree)}{refusals}"
+        )
         for way, text in wrong.items():
             print(f"      {way}: {text}")
         sys.stdout.flush()

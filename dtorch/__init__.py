@@ -25,8 +25,8 @@ _CORE = {
     "forecast": "dtorch.parallel.forecast", "assign_layers_to_stages": "dtorch.parallel",
 }  # fmt: skip
 _API = [
-    "CaptureWarning", "DTensor", "FallbackWarning", "Generator", "Graph", "Tensor", "arange", "capture", "distribute_tensor", "empty",
-    "empty_like", "eye", "fallbacks", "full", "full_like", "init", "linspace", "ones", "ones_like", "patch", "rand",
+    "CaptureWarning", "DTensor", "FallbackWarning", "Generator", "Graph", "Tensor", "arange", "capture",
+    "distribute_tensor", "empty", "empty_like", "eye", "fallbacks", "full", "full_like", "init", "linspace", "ones", "ones_like", "patch", "rand",
     "rand_like", "randint", "randint_like", "randn", "randn_like", "shutdown", "strict", "synchronize", "tensor",
     "workers", "zeros", "zeros_like", "explain",
 ]

@@ -29,7 +29,8 @@ class _InContext:
 def _for_caller(spawn: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(spawn)
     def call(pool: ThreadPoolExecutor | None, tensor: Any, device: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if device is not None and torch.device(device) == torch.device("dtorch"):  # threads have a current one of their own
+        # Threads have a current device of their own.
+        if device is not None and torch.device(device) == torch.device("dtorch"):
             device = torch.device("dtorch", torch.get_device_module("dtorch").current_device())
         return spawn(pool and _InContext(pool), tensor, device, *args, **kwargs)
 

@@ -33,11 +33,20 @@ class Sites(deque[Site]):
 
     def append_replay(self, site: Site, within: list[Site]) -> None:
         """Append the site at which a record runs whose operators were issued at these sites."""
-        deque.append(self, (*site, threading.get_ident() if type(self) is _SitesOfThreads else None, within))
+        deque.append(self, (*site, threading.get_ident() if self.notes_threads else None, within))
 
     def note_threads(self) -> None:
         """From now on the thread that issues an operator is kept too."""
         self.__class__ = _SitesOfThreads  # the same object: threads are appending to it
+
+    def note_no_threads(self) -> None:
+        """As before ``note_threads``."""
+        self.__class__ = Sites
+
+    @property
+    def notes_threads(self) -> bool:
+        """Whether threads are noted."""
+        return type(self) is _SitesOfThreads
 
 
 class _SitesOfThreads(Sites):

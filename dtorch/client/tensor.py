@@ -14,7 +14,7 @@ from dtorch.client.future import TensorFuture
 from dtorch.client.handle import Handle
 from dtorch.core.errors import PlacementError, refuse
 from dtorch.core.mesh import DeviceMesh
-from dtorch.core.pieces import put_piece
+from dtorch.core.pieces import slices
 from dtorch.core.placements import REPLICATE, Placement, normalize
 from dtorch.core.torch_private import disabled_torch_function, make_wrapper_subclass
 
@@ -375,7 +375,10 @@ class _ToLocal(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         whole = torch.zeros(ctx.back.shape, dtype=grad.dtype)
-        put_piece(whole, ctx.back, ctx.position, grad.detach())
+        for box, here in ctx.back.parts(ctx.position):
+            around = zip(reversed(box), reversed(ctx.back.shape), strict=True)
+            margins = [n for (a, b), size in around for n in (a, size - b)]
+            whole = whole + torch.nn.functional.pad(grad[slices(here)], margins)
         return _from_host(whole, ctx.session, ctx.back), None
 
 

@@ -32,7 +32,7 @@ def main() -> None:
     if config.restarts:
         log = Log(config.log_operators, config.log_bytes, config.snapshots_dir, SharedMemory().read)
     state = ControllerState(os.getpid(), socket.gethostname(), log, config.restarts)
-    Server(config, client, state).run()
+    Server(config, client, state, log).run()
     # The client does this as well, if it has not been killed or interrupted.
     shutil.rmtree(config.session_dir, ignore_errors=True)
 

@@ -20,6 +20,7 @@ from dtorch.protocol.messages import Batch
 Frames = Sequence[Buffer]
 
 _SHORTEN_BATCHES = 512
+_NODE_BYTES = 400  # about what one takes without the bytes that it brings
 _NODES_A_BATCH = 4096  # of a replay
 _FRAMES_A_BATCH = 1024
 
@@ -59,6 +60,7 @@ class Log:
         self._entries: deque[_Entry] = deque()
         self._unread: deque[_Entry] = deque()  # those of the entries that were not taken apart yet
         self._shorten_at = _SHORTEN_BATCHES
+        self._work: Iterator[None] | None = None
         self._operators = 0
         self._node_bytes = self._entry_bytes = 0
 
@@ -109,16 +111,43 @@ class Log:
     # Keeping it short
 
     def tend(self, done: int) -> None:
-        """Shorten the log when that pays; all workers have done all batches up to ``done``."""
-        if len(self._entries) >= self._shorten_at or self._entry_bytes > self._most_bytes:
-            self.shorten(done)
+        """Begin to shorten the log when that pays; all workers have done all batches up to ``done``."""
+        if self._work is None and (len(self._entries) >= self._shorten_at or self._entry_bytes > self._most_bytes):
+            self._work = self._shorten(done)
+
+    def work(self) -> None:
+        """Go on with it, for less than a millisecond."""
+        if self._work is not None and next(self._work, True):
+            self._work = None
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there is any."""
+        return self._work is not None
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the work must go on even while there is other work."""
+        return self._work is not None and len(self._entries) > 4 * self._shorten_at
 
     def shorten(self, done: int) -> None:
-        """Drop what no living value depends on, of the batches up to ``done``, which all workers have done."""
-        nodes = self._take(done)
-        if nodes is None:
+        """All of it at once."""
+        self._work = self._shorten(done)
+        while self.has_work:
+            self.work()
+
+    def _shorten(self, done: int) -> Iterator[None]:
+        """Drop what no living value depends on, of the batches up to ``done``."""
+        nodes = list(self._nodes)
+        for entry in [entry for entry in self._entries if entry.seq <= done]:  # others come meanwhile
+            if entry.nodes is None:
+                self._read(entry)
+                yield
+            nodes.extend(entry.nodes or ())
+        kept = yield from needed(nodes, self._held)
+        if self._take(done) is None:
             return
-        self._nodes = needed(self._nodes + nodes, self._held)
+        self._nodes = kept
         self._count()
         # Each time all nodes are looked at, so not before about as many have come.
         self._shorten_at = max(_SHORTEN_BATCHES, self._operators // 32)
@@ -142,6 +171,7 @@ class Log:
         nodes = self._take(done)
         if nodes is None:
             return number
+        self._work = None
         nodes = self._nodes + nodes
         self._held, self._nodes = families(nodes, self._held), remaining(nodes)
         self._count()
@@ -150,7 +180,7 @@ class Log:
 
     def give_up(self, why: str) -> None:
         """Keep nothing any more."""
-        self.fault = why
+        self.fault, self._work = why, None
         self._nodes, self._held = [], {}
         self._entries.clear()
         self._unread.clear()
@@ -169,10 +199,10 @@ class Log:
         self._serial = max([self._serial, *(node.serial + 1 for node in found)])
         return found
 
-    def _read(self) -> None:
-        """Take the batches apart that were not yet."""
+    def _read(self, last: _Entry | None = None) -> None:
+        """Take the batches apart that were not yet, all or up to one of them."""
         try:
-            while self._unread:
+            while self._unread and (last is None or last.nodes is None):
                 entry = self._unread[0]
                 entry.nodes = self._reader.read(entry.frames[1:])
                 self._unread.popleft()
@@ -181,6 +211,5 @@ class Log:
 
     def _count(self) -> None:
         self._operators = sum(node.serial >= 0 for node in self._nodes)
-        self._node_bytes = sum(len(node.frame) for node in self._nodes if node.frame is not None) + 100 * len(
-            self._nodes
-        )
+        brought = sum(len(node.frame) for node in self._nodes if node.frame is not None)
+        self._node_bytes = brought + _NODE_BYTES * len(self._nodes)

@@ -43,9 +43,15 @@ class Loop:
         if self._ready.pop(source.fileno(), None) is not None:
             self._epoll.unregister(source.fileno())
 
-    def step(self, timeout_s: float | None) -> None:
-        """Wait until something is ready, at most ``timeout_s`` (``None``: for ever), and call who watches it."""
-        for descriptor, events in self._epoll.poll(timeout_s):
+    def step(self, timeout_s: float | None) -> bool:
+        """Wait until something is ready, at most ``timeout_s`` (``None``: for ever), and call who watches it.
+
+        Returns:
+            Whether anything was.
+        """
+        found = self._epoll.poll(timeout_s)
+        for descriptor, events in found:
             ready = self._ready.get(descriptor)
             if ready is not None:  # not unwatched by an earlier call of this round
                 ready(bool(events & ~_WRITE), bool(events & _WRITE))
+        return bool(found)

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from dtorch.comm.channel import Buffer, Channel, ChannelClosedError, Frame, pack
+from dtorch.controller.log import Log
 from dtorch.controller.loop import Loop
 from dtorch.controller.spawner import NullSpawner, Spawner, TemplateSpawner
 from dtorch.controller.state import (
@@ -75,10 +76,16 @@ class ControllerConfig:
 
 
 class Server:
-    """Serves one client until it says so or is gone."""
+    """Serves one client until it says so or is gone.
 
-    def __init__(self, config: ControllerConfig, client: Channel, state: ControllerState) -> None:
-        self._client, self._state = client, state
+    Args:
+        config: how this was started.
+        client: the connection to it.
+        state: what decides; ``log`` is its log, which is kept short here in idle moments.
+    """
+
+    def __init__(self, config: ControllerConfig, client: Channel, state: ControllerState, log: Log | None) -> None:
+        self._client, self._state, self._log = client, state, log
         self._snapshots_dir = config.snapshots_dir
         self._loop = Loop()
         self._workers: dict[int, Channel] = {}
@@ -103,7 +110,11 @@ class Server:
                 self._tick_at = now_s + _TICK_S
                 self._spawner.check(now_s)
                 self._perform(self._state.tick(now_s))
-            self._loop.step(_TICK_S if self._state.is_busy else None)
+            log = self._log
+            if log is None or not log.has_work:
+                self._loop.step(_TICK_S if self._state.is_busy else None)
+            elif not self._loop.step(0) or log.is_behind:  # whoever waits comes first
+                log.work()
 
     def _make_spawner(self, config: ControllerConfig) -> Spawner:
         if config.null_workers:

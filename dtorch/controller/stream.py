@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from dtorch.comm.channel import Buffer
 from dtorch.core.errors import ProtocolError
 from dtorch.protocol import commands as C
 
+_STEP = 128  # nodes
 FREE = -1
 """The code of a node that forgets a tensor."""
 
@@ -80,7 +81,9 @@ class _Record:
     arguments: int
     captured: list[int]
     results: int
+    written: list[int]  # places among arguments and captured tensors
     generators: set[int]
+    shares: bool
 
 
 def _plan(data: Sequence[Any]) -> _Plan:
@@ -160,31 +163,46 @@ class Reader:
         return node
 
     def _replay(self, commands: list[Any], i: int) -> Node:
-        """A record is taken to write all that it reads, and its results to share memory with all of that."""
         record = self._records[commands[i + 1]]
         end = i + 2 + record.arguments
-        inputs = [*commands[i + 2 : end], *record.captured, *record.generators]
+        inputs = [*commands[i + 2 : end], *record.captured]
         made = range(commands[end], commands[end] + record.results)
-        node = Node(C.REPLAY, commands[i : end + 1], self.serial, made, inputs, inputs, shares=True)
+        writes = [*(inputs[place] for place in record.written), *record.generators]
+        reads = [*inputs, *record.generators]
+        node = Node(C.REPLAY, commands[i : end + 1], self.serial, made, writes, reads, record.shares)
         self.serial += 1
         return node
 
     def _record(self, data: Sequence[Any]) -> _Record:
-        arguments, captured, commands, results, _ = data
-        generators = set()
-        i = 0
+        """What a record does as a whole, by its variables, which are numbered as ids are."""
+        arguments, captured, commands, results, replaced = data
+        nodes: list[Node] = []
+        serial, i = self.serial, 0
         while i < len(commands):
             code = commands[i]
             if code >= C.FIRST_PLAN:
                 plan = self._plans[code - C.FIRST_PLAN]
-                if plan.random:
-                    generators.add(-1 - commands[i + plan.slots + plan.numbers])
-                i += plan.width
-            else:
-                if code in (C.STATE, C.RESTORE):
-                    generators.add(-1 - commands[i + 1])
-                i += _WIDTHS[code]
-        return _Record(arguments, captured, len(results), generators)
+                nodes.append(self._operator(plan, code, commands[i : i + plan.width]))
+            elif code in (C.STATE, C.RESTORE):
+                nodes.append(self._other(code, commands[i : i + _WIDTHS[code]], ()))
+            elif code != C.PUT:
+                raise ValueError(f"a record holds command {code}")
+            i += len(nodes[-1].words) if code != C.PUT else _WIDTHS[code]
+        self.serial = serial
+        families = _Families({})
+        families.follow(nodes)
+        find = families.find
+        inputs = range(1, arguments + len(captured) + 1)
+        written = {find(key) for node in nodes for key in node.writes} | {find(a) for a, _ in replaced}
+        given = {find(v) for v in inputs}
+        return _Record(
+            arguments,
+            captured,
+            len(results),
+            [v - 1 for v in inputs if find(v) in written],
+            {key for node in nodes for key in (*node.reads, *node.writes) if key < 0},
+            bool(replaced) or not given.isdisjoint(map(find, results)),
+        )
 
     def _other(self, code: int, words: list[Any], frames: Sequence[Buffer]) -> Node:
         node = Node(code, words)
@@ -254,21 +272,27 @@ def write(nodes: Sequence[Node], first: int | None = None, last: int | None = No
     return frames
 
 
-def needed(nodes: Sequence[Node], held: Mapping[int, int]) -> list[Node]:
+def needed(nodes: Sequence[Node], held: Mapping[int, int]) -> Generator[None, None, list[Node]]:
     """Those of the nodes without which a value that is alive after them, or the state of a generator, would be another.
 
-    Requests of the client are left out. What shares memory is taken together.
+    Requests of the client are left out. What shares memory is taken together. This takes long, so it is done in steps
+    of some tenths of a millisecond.
 
     Args:
         nodes: from the start of the session, or from a snapshot on.
         held: what a snapshot holds, see ``families``.
     """
-    found = _Families(nodes, held)
+    found = _Families(held)
+    for i in range(0, len(nodes), _STEP):
+        found.follow(nodes[i : i + _STEP])
+        yield
     find = found.find
     wanted = {find(key) for key in found.alive}
     used = _unended(nodes)
     kept: list[Node] = []
-    for node in reversed(nodes):
+    for i, node in enumerate(reversed(nodes)):
+        if not i % _STEP:
+            yield
         code = node.code
         if code == FREE or code in _DEFINITIONS or code in _BEGINS or code in _ENDS:
             kept.append(node)
@@ -298,7 +322,8 @@ def families(nodes: Sequence[Node], held: Mapping[int, int]) -> dict[int, int]:
         nodes: from the start of the session, or from a snapshot on.
         held: the same for what the snapshot holds.
     """
-    found = _Families(nodes, held)
+    found = _Families(held)
+    found.follow(nodes)
     first: dict[int, int] = {}
     return {key: first.setdefault(found.find(key), key) for key in found.alive}
 
@@ -332,9 +357,12 @@ def _unended(nodes: Sequence[Node]) -> set[tuple[int, int]]:
 class _Families:
     """Which keys share memory, and which are alive in the end."""
 
-    def __init__(self, nodes: Sequence[Node], held: Mapping[int, int]) -> None:
+    def __init__(self, held: Mapping[int, int]) -> None:
         self._up = dict(held)
         self.alive = set(held)
+
+    def follow(self, nodes: Sequence[Node]) -> None:
+        """What changes by the next nodes."""
         up, alive, find = self._up, self.alive, self.find
         for node in nodes:
             if node.code == FREE:

@@ -34,11 +34,23 @@ def on_mesh(t: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     return t.redistribute(mesh, t.placements if same else [Replicate()] * mesh.ndim)
 
 
-def cut_inputs(module: nn.Module, mesh: DeviceMesh, batch_axes: Sequence[int], sequence_axes: Sequence[int]) -> None:
+def cut_inputs(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    batch_axes: Sequence[int],
+    sequence_axes: Sequence[int],
+    last: DeviceMesh | None = None,
+) -> None:
     """Before every call of ``module``, cut its tensor arguments.
 
     Dimension 0 is the batch and dimension 1 the sequence, for arguments whose sizes there are those of the first
     tensor argument. What an argument's own placements already cut stays as it is, and so does a batch of one.
+
+    Args:
+        module: the whole model.
+        mesh: of its first stage, to which arguments go.
+        batch_axes, sequence_axes: of the mesh.
+        last: mesh of the last stage; ``labels`` go there at once, so that no early stage must hand them on later.
     """
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -48,8 +60,8 @@ def cut_inputs(module: nn.Module, mesh: DeviceMesh, batch_axes: Sequence[int], s
         batch = first.shape[0]
         sequence = first.shape[1] if first.dim() > 1 else None
 
-        def change(t: torch.Tensor) -> torch.Tensor:
-            t = on_mesh(t, mesh)
+        def change(t: torch.Tensor, there: DeviceMesh = mesh) -> torch.Tensor:
+            t = on_mesh(t, there)
             assert isinstance(t, DTensor)
             wanted: list[Placement] = list(t.placements)
             for axis in batch_axes:
@@ -60,6 +72,10 @@ def cut_inputs(module: nn.Module, mesh: DeviceMesh, batch_axes: Sequence[int], s
                     wanted[axis] = Shard(1)
             return t if tuple(wanted) == t.placements else t.redistribute(placements=wanted)
 
-        return map_tensors(args, change), map_tensors(kwargs, change)
+        def to_last(t: torch.Tensor) -> torch.Tensor:
+            return change(t, last or mesh)
+
+        kwargs = {k: map_tensors(v, to_last if k == "labels" else change) for k, v in kwargs.items()}
+        return map_tensors(args, change), kwargs
 
     module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)

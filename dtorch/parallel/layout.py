@@ -97,7 +97,7 @@ def parallelize(
     sequence_axes = [stages.kept.index(a) for a in sequence]
     if sequence_axes and cut_sequences(module, first, sequence_axes):
         sequence_axes = []
-    cut_inputs(module, first, [stages.kept.index(a) for a in batch], sequence_axes)
+    cut_inputs(module, first, [stages.kept.index(a) for a in batch], sequence_axes, stages.last)
     if microbatches > 1:
         in_micro_batches(module, microbatches)
     return module
@@ -117,7 +117,7 @@ class _Stages:
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.kept = list(range(mesh.ndim))
-        self.first = mesh
+        self.first = self.last = mesh
         self.prefixes: list[tuple[str, DeviceMesh]] = []
         self.entries: list[tuple[nn.Module, DeviceMesh, bool]] = []
 
@@ -143,7 +143,7 @@ def _stages(module: nn.Module, mesh: DeviceMesh, chunks: int) -> _Stages:
         stages.kept = [a for a in range(mesh.ndim) if a != pp[0]]
     list_name, layers = find_layers(module)
     assigned = stage_of_layers(list(layers), len(meshes) * chunks)
-    stages.first = meshes[0]
+    stages.first, stages.last = meshes[0], meshes[-1]
     for i, (layer, stage) in enumerate(zip(layers, assigned, strict=True)):
         there = meshes[stage % len(meshes)]
         stages.prefixes.append((f"{list_name}.{i}.", there))

@@ -127,7 +127,7 @@ class Collectives:
         self,
         index: int,
         peers_dir: str | None,
-        timeout_s: float = 60.0,
+        timeout_s: float = 600.0,  # others may compute for long; who ended or was stopped is noticed otherwise
         device: str | torch.device = "cpu",
         hostname: str = "127.0.0.1",
         native: bool | None = None,

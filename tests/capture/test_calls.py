@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import warnings
 from typing import Any
 
 import pytest
@@ -267,6 +269,47 @@ def test_a_failure_names_the_line_and_spares_the_rest(mode):
     with pytest.raises(dtorch.RemoteError, match="never made"):
         full(lost[3])
     assert torch.equal(full(f(spread(right, on), spread(x, on))[2]), x[right] + 1)
+
+
+def test_a_failure_on_one_device_leaves_no_peer_waiting(mode):
+    on = mesh(2)
+    table = torch.randn(3, 4)
+    w = spread(table, on)
+
+    @dtorch.capture
+    def f(rows):
+        total = F.embedding(rows, w).sum()
+        return total + 1, (rows.redistribute(placements=[Replicate()]) + 1)
+
+    right, wrong = torch.tensor([0, 1, 2, 0]), torch.tensor([0, 1, 2, 9])
+    for rows in (right, right, right, wrong, right, wrong, right):
+        total, more = f(spread(rows, on, S0))
+        if rows is wrong:
+            with pytest.raises(dtorch.RemoteError, match="embedding"):
+                full(total)
+        else:
+            torch.testing.assert_close(full(total), table[rows].sum() + 1)
+        assert torch.equal(full(more), rows + 1)
+    replayed(f, 5)
+
+
+def test_threads(mode):
+    on = mesh(1)
+    f = dtorch.capture(lambda x: (x @ x).relu() + x)
+    x = torch.randn(4, 4)
+    want, wrong = (x @ x).relu() + x, []
+
+    def work() -> None:
+        wrong.extend(i for i in range(20) if not torch.equal(full(f(spread(x, on))), want))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", dtorch.CaptureWarning)  # threads that come between a recording
+        threads = [threading.Thread(target=work) for _ in range(3)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+    assert not wrong
 
 
 def test_a_check_without_result_is_made_in_every_replay(mode):

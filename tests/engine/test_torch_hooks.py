@@ -112,7 +112,9 @@ def test_an_optimizer_made_before_the_move_keeps_its_parameters() -> None:
         model.to("dtorch")
     assert weight is model.weight
     assert optimizers[1].param_groups[0]["params"][0] is model.weight
-    for m, optimizer, x in zip((plain, model), optimizers, (torch.ones(4, 3), torch.ones(4, 3).to("dtorch")), strict=True):
+    for m, optimizer, x in zip(
+        (plain, model), optimizers, (torch.ones(4, 3), torch.ones(4, 3).to("dtorch")), strict=True
+    ):
         m(x.to(m.weight.device)).sum().backward()
         optimizer.step()
     same(model.weight, plain.weight.detach())
@@ -169,7 +171,13 @@ def test_host_data_becomes_tensors(mode: str) -> None:
 def test_complex_values_keep_their_bits() -> None:
     x = torch.randn(3, 4, dtype=torch.complex64)
     d = spread(x, mesh(1))
-    for f in (torch.fft.hfft2, torch.fft.hfftn, torch.fft.ihfft2, lambda t: t.conj().t() @ t, lambda t: t.conj().imag + 1):
+    for f in (
+        torch.fft.hfft2,
+        torch.fft.hfftn,
+        torch.fft.ihfft2,
+        lambda t: t.conj().t() @ t,
+        lambda t: t.conj().imag + 1,
+    ):
         given = (x, d) if f is not torch.fft.ihfft2 else (x.real, d.real)
         same(f(given[1]), f(given[0]))
 

@@ -27,6 +27,7 @@ def test_linear_on_a_transposed_stack(bias: bool, trained: bool, mesh: Any) -> N
     y = x.to("dtorch")
     same(there(y.transpose(0, 1)), layer(x.transpose(0, 1)))
     same(there(y[:, 2:5]), layer(x[:, 2:5]))
+    same(there(y[:, -1:]), layer(x[:, -1:]))
     with torch.inference_mode():
         same(there(y.transpose(0, 1)), layer(x.transpose(0, 1)))
     with torch.enable_grad():

@@ -130,3 +130,12 @@ def test_experts_hold_their_share() -> None:
     for row in dtorch.describe(parallel).rows:
         if ".experts." in row.name:
             assert set(row.bytes_by_device.values()) == {torch.Size(row.shape).numel() * 4 // 4}
+
+
+def test_data_parallel_devices_sort_their_own_tokens() -> None:
+    plain = model("mixtral").eval()
+    parallel = placed(plain, {"dp": 2})
+    with torch.no_grad():
+        report = dtorch.explain(parallel, IDS, use_cache=False, quiet=True)
+    assert report.collectives == {}
+    check(plain, {"dp": 2}, IDS)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -31,18 +34,41 @@ def placed(module: Any, layout: dict[str, int], **options: Any) -> Any:
     return dtorch.parallelize(copy.deepcopy(module), mesh, **options)
 
 
-class Moves:
-    """A session's observer: devices of every move between meshes, in order."""
+class Clock:
+    """A session's observer: when each stage would be done with what was issued, if every operator took one unit of time.
+
+    Those that move a tensor meet: the giver goes on when the taker has it.
+    """
 
     def __init__(self) -> None:
-        self.found: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+        self.moves: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+        self.now: Counter[tuple[int, ...]] = Counter()
+        self.work: Counter[tuple[int, ...]] = Counter()
 
     def ran(self, plan: Any, frame: Any) -> None:
-        pass
+        self.now[plan.mesh.devices] += 1
+        self.work[plan.mesh.devices] += 1
 
     def moved(self, src: Any, dst: Any, steps: Any, frame: Any) -> None:
         if src.mesh is not dst.mesh:
-            self.found.append((src.mesh.devices, dst.mesh.devices))
+            here, there = src.mesh.devices, dst.mesh.devices
+            self.moves.append((here, there))
+            self.now[here] = self.now[there] = max(self.now[here], self.now[there])
+
+    @property
+    def waiting(self) -> float:
+        """Share of the stages' time in which they wait."""
+        return 1 - sum(self.work.values()) / (len(self.work) * max(self.now.values()))
+
+
+@contextmanager
+def clock() -> Iterator[Clock]:
+    session = graph.current_session()
+    session.observer = found = Clock()
+    try:
+        yield found
+    finally:
+        session.observer = None
 
 
 @pytest.mark.parametrize("layout", [{"pp": 2}, {"pp": 4}, {"dp": 2, "pp": 2}, {"pp": 2, "tp": 2}, {"dp": 4, "pp": 2}], ids=str)
@@ -63,19 +89,33 @@ def test_micro_batches(layout: dict[str, int], tied: bool) -> None:
 def test_stages_hand_on_and_never_wait_for_later_ones() -> None:
     parallel = placed(model(tied=False).eval(), {"pp": 4}, microbatches=PARTS)
     session = graph.current_session()
-    moves = session.observer = Moves()
     reads = session.reads
-    try:
-        with torch.no_grad():
-            parallel(IDS)
-    finally:
-        session.observer = None
+    with torch.no_grad(), clock() as found:
+        parallel(IDS)
     assert session.reads == reads
     # Tensors of one micro-batch go from each stage to the next one only, and those of the next follow.
-    assert {(b[0] - a[0]) for a, b in moves.found} == {1}
-    steps = [a[0] for a, _ in moves.found]
+    assert {(b[0] - a[0]) for a, b in found.moves} == {1}
+    steps = [a[0] for a, _ in found.moves]
     tensors = len(steps) // (3 * PARTS)
     assert steps == [stage for _ in range(PARTS) for stage in range(3) for _ in range(tensors)]
+
+
+@pytest.mark.parametrize(("parts", "stages"), [(1, 2), (4, 2), (8, 2), (8, 4)])
+def test_stages_work_at_once(parts: int, stages: int) -> None:
+    parallel = placed(model(tied=False).eval(), {"pp": stages}, microbatches=parts)
+    with torch.no_grad(), clock() as found:
+        parallel(IDS)
+    # The bubble of the textbook, (p - 1) / (m + p - 1); embedding and head make two stages longer than the others.
+    assert found.waiting == pytest.approx((stages - 1) / (parts + stages - 1), abs=0.12)
+
+
+@pytest.mark.parametrize("kind", [GPipe, OneForwardOneBackward])
+def test_stages_work_at_once_in_training(kind: type[Schedule]) -> None:
+    parallel = placed(model(tied=False), {"pp": 2})
+    parts = IDS.chunk(8)
+    with clock() as found:
+        kind(2, 8).run(lambda i: parallel(parts[i], labels=parts[i], use_cache=False).loss / 8)
+    assert found.waiting == pytest.approx(1 / 9, abs=0.12)
 
 
 def test_generation_with_micro_batches_uses_its_cache() -> None:

@@ -120,7 +120,9 @@ def test_the_public_function() -> None:
 @pytest.mark.parametrize("names", [(), ("diffusers-devices",)], ids=["all", "named"])
 def test_another_version(names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is named must fit; otherwise what does not fit is left out."""
-    monkeypatch.setattr(patches.base, "version", lambda library: "0.41.9" if library == "diffusers" else version(library))
+    monkeypatch.setattr(
+        patches.base, "version", lambda library: "0.41.9" if library == "diffusers" else version(library)
+    )
     text = r"'diffusers-devices' is for diffusers from 0\.42 to below 0\.43, and 0\.41\.9 is installed: install"
     if names:
         with pytest.raises(PatchError, match=text):

@@ -25,7 +25,7 @@ from dtorch.client.capture.recording import (
     unexplained,
     where,
 )
-from dtorch.client.capture.state import State, TooMuch
+from dtorch.client.capture.state import State, TooMuch, watch_modules
 from dtorch.client.capture.variant import Variant
 from dtorch.client.handle import Handle
 from dtorch.client.sites import caller
@@ -39,6 +39,8 @@ _MOST_VARIANTS = 4
 # So many records in a row that were of no use: the state, or the arguments, are others in every call.
 _MOST_IN_VAIN = 4
 _MOST_KINDS_IN_VAIN = 64
+# Kinds of calls of one function that are remembered, the latest.
+_MOST_KINDS = 256
 _recording = threading.Lock()
 
 
@@ -77,6 +79,7 @@ class Captured:
     captured_function: Any
 
     def __init__(self, function: Callable[..., Any]) -> None:
+        watch_modules()
         self.captured_function = function
         self.recordings = self.replays = 0
         self.refusals: list[str] = []
@@ -199,6 +202,8 @@ class Captured:
     def _new_kind(self, key: Any, frame: FrameType) -> _Kind:
         kind = self._kinds[key] = _Kind()
         self._kinds_in_vain += 1
+        if len(self._kinds) > _MOST_KINDS:
+            self._kinds.pop(next(iter(self._kinds)))
         if self._kinds_in_vain > _MOST_KINDS_IN_VAIN:
             self._give_up(kind, Refused("its arguments are of another kind in almost every call"), frame)
             self._given_up = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random as python_random
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from dtorch.client import random
 from dtorch.client.handle import Handle
 from dtorch.client.session import Session
-from dtorch.client.sites import Site
+from dtorch.client.sites import Site, thread_of
 
 
 class Recorder:
@@ -47,6 +48,8 @@ class Recorder:
         with session.lock:
             session.flush()
             self.first_id, self._seen = session.ids(), session.issued
+            self._noted = session.sites.notes_threads
+            session.sites.note_threads()
             session.recorder = self
 
     def flush(self) -> None:
@@ -62,6 +65,8 @@ class Recorder:
                     session.flush()
             finally:
                 session.recorder = None
+                if not self._noted:
+                    session.sites.note_no_threads()  # which costs every operator a little
 
     # -- called by the session --------------------------------------------------------------------------------------
     def sent(self, commands: list[Any], frames: Sequence[Any]) -> None:
@@ -89,6 +94,10 @@ class Recorder:
     def drew_on_host(self) -> bool:
         """Whether the call drew random numbers of this process."""
         return any(a is not b and not _equal(a, b) for a, b in zip(self._host, _host_randomness(), strict=True))
+
+    def is_alone(self) -> bool:
+        """Whether only this thread has issued operators meanwhile."""
+        return all(thread_of(site) == threading.get_ident() for site in self.sites)
 
     def seeded(self) -> bool:
         """Whether the call has seeded a generator that nothing has drawn from since."""

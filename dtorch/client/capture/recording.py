@@ -327,6 +327,8 @@ def examine(
     """
     for reason, site in recorder.blocks:
         raise Refused(reason, site)
+    if not recorder.is_alone():
+        raise Refused("another thread issues operators at the same time")
     stream = Reader(recorder, ids).out
     change = before.change()
     if change is not None:

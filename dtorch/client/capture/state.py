@@ -4,6 +4,10 @@ From the function on, everything it can reach is visited: attributes, items, cel
 What is found is compared by identity, in C loops: a parameter that was replaced, a flag, a learning rate. Values that
 live on the workers may change freely; plain tensors may not. Out of sight are the insides of objects without
 ``__dict__``, of library modules and of numpy arrays.
+
+Most of a model's state is attributes of its modules, which hardly ever change: they are compared only after some module's
+attribute has been set, or some hook registered, since the last time. What programs write without setting an attribute
+(parameters, buffers and submodules in their dicts) is compared always.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from operator import is_
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from dtorch.client.session import Session
 from dtorch.client.tensor import DTensor
@@ -32,6 +37,64 @@ _LIBRARY = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "pl
 _CONTENTS = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_TORCH = frozenset(vars(torch.nn.Module())) - {"training"}
+
+
+_attributes_set = [0]  # how often an attribute of any module was
+
+
+@functools.cache
+def watch_modules() -> None:
+    """From now on, count when an attribute of a module is set or deleted."""
+    set_attribute, delete_attribute = torch.nn.Module.__setattr__, torch.nn.Module.__delattr__
+
+    @functools.wraps(set_attribute)
+    def on_set(self: torch.nn.Module, name: str, value: Any) -> None:
+        _attributes_set[0] += 1
+        set_attribute(self, name, value)
+
+    @functools.wraps(delete_attribute)
+    def on_delete(self: torch.nn.Module, name: str) -> None:
+        _attributes_set[0] += 1
+        delete_attribute(self, name)
+
+    torch.nn.Module.__setattr__, torch.nn.Module.__delattr__ = on_set, on_delete  # type: ignore[method-assign]
+
+
+def _module_epoch() -> tuple[int, int]:
+    """Differs when a module's attribute was set or a hook registered meanwhile."""
+    return _attributes_set[0], RemovableHandle.next_id
+
+
+class _Slots:
+    """Entries of dicts, with the values they had."""
+
+    def __init__(self) -> None:
+        self.owners: list[dict[Any, Any]] = []
+        self.keys: list[Any] = []
+        self.values: list[Any] = []
+
+    def add(self, owner: dict[Any, Any], key: Any) -> Any:
+        """Enter one; returns its value."""
+        value = owner[key]
+        self.owners.append(owner)
+        self.keys.append(key)
+        self.values.append(value)
+        return value
+
+    def hold(self) -> bool:
+        """Whether all have the very values they had."""
+        return all(map(is_, map(dict.get, self.owners, self.keys), self.values))
+
+    def changed(self) -> Iterator[tuple[dict[Any, Any], Any, Any, Any]]:
+        """Owner, key, old and new value of those that have not even an equal one."""
+        for owner, key, old in zip(self.owners, self.keys, self.values, strict=True):
+            new = owner.get(key, _GONE)
+            if not _equal(new, old):
+                yield owner, key, old, new
+
+    def renew(self) -> None:
+        """Compare with the values of now from now on."""
+        self.values = list(map(dict.get, self.owners, self.keys))
 
 
 class TooMuch(Exception):
@@ -51,14 +114,14 @@ class State:
     def __init__(self, roots: list[Any]) -> None:
         self.tensors: list[Any] = []
         self._paths: dict[int, str] = {}
-        self._dicts: list[dict[Any, Any]] = []
-        self._keys: list[Any] = []
-        self._values: list[Any] = []
+        self._slots, self._attributes = _Slots(), _Slots()
         self._cells: list[Any] = []
         self._contents: list[Any] = []
         self._lists: list[Any] = []
         self._items: list[list[Any]] = []
         self._sized: list[Any] = []
+        self._of_modules: list[Any] = []  # dicts of hooks and attributes
+        self._epoch = _module_epoch()
         self._plain: list[torch.Tensor] = []
         todo: deque[tuple[Any, str]] = deque((root, _name(root)) for root in roots)
         while todo:
@@ -66,10 +129,11 @@ class State:
             if type(value) in _SCALARS or id(value) in self._paths:
                 continue
             self._paths[id(value)] = path
-            if len(self._paths) + len(self._values) > _MOST:
+            if len(self._paths) + len(self._slots.keys) > _MOST:
                 raise TooMuch
             todo.extend(self._visit(value, path))
-        self._empty = [x for x in self._sized if not x]  # most are: hooks, modules without parameters of their own
+        self._module_sizes = list(map(len, self._of_modules))
+        self._empty = [x for x in self._sized if not x]  # most are: modules without parameters of their own
         self._sized = [x for x in self._sized if x]
         self._sizes = list(map(len, self._sized))
         self._ids = [t._h.id for t in self.tensors]
@@ -107,26 +171,26 @@ class State:
             self._sized.append(own)
             yield from self._entries(own, list(own), path, ".{}")
 
-    def _entries(self, owner: dict[Any, Any], keys: list[Any], path: str, form: str) -> Iterator[tuple[Any, str]]:
+    def _entries(
+        self, owner: dict[Any, Any], keys: list[Any], path: str, form: str, slots: _Slots | None = None
+    ) -> Iterator[tuple[Any, str]]:
+        slots = slots or self._slots
         for key in keys:
-            value = owner[key]
-            self._dicts.append(owner)
-            self._keys.append(key)
-            self._values.append(value)
-            yield value, path + form.format(key)
+            yield slots.add(owner, key), path + form.format(key)
         self._paths.setdefault(id(owner), path)
 
     def _module(self, module: torch.nn.Module, path: str) -> Iterator[tuple[Any, str]]:
         own = vars(module)
-        self._sized.append(own)
-        yield from self._entries(own, [k for k in own if k not in _OF_TORCH], path, ".{}")
+        self._of_modules.append(own)
+        yield from self._entries(own, [k for k in own if k not in _OF_TORCH], path, ".{}", self._attributes)
         for name in _CONTENTS:
             self._sized.append(own[name])
             yield from self._entries(own[name], list(own[name]), path, ".{}")
         for name in _HOOKS:
-            self._sized.append(own[name])
-            for hook in own[name].values():
-                yield hook, f"{path}.{name}"
+            self._of_modules.append(own[name])
+            if own[name]:
+                self._sized.append(own[name])
+                yield from self._entries(own[name], list(own[name]), f"{path}.{name}", "[{}]")
 
     def _function(self, function: types.FunctionType) -> Iterator[tuple[Any, str]]:
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
@@ -147,9 +211,10 @@ class State:
     def holds(self) -> bool:
         """Whether nothing has changed."""
         if (
-            all(map(is_, map(dict.get, self._dicts, self._keys), self._values))
+            self._slots.hold()
             and list(map(len, self._sized)) == self._sizes
             and not any(self._empty)
+            and (_module_epoch() == self._epoch or self._modules_hold())
             and [t._h.id for t in self.tensors] == self._ids
             and all(map(_same_items, self._lists, self._items))
             and all(map(is_, map(_content, self._cells), self._contents))
@@ -158,14 +223,19 @@ class State:
             return True
         return self.change() is None and self._accept()
 
+    def _modules_hold(self) -> bool:
+        epoch = _module_epoch()
+        if not self._attributes.hold() or list(map(len, self._of_modules)) != self._module_sizes:
+            return False
+        self._epoch = epoch
+        return True
+
     def change(self) -> str | None:
         """What has changed, in words; ``None`` if nothing has."""
-        for owner, key, old in zip(self._dicts, self._keys, self._values, strict=True):
-            new = owner.get(key, _GONE)
-            if not _equal(new, old):
-                return f"{self._path(owner, key)} ({_brief(old)} became {_brief(new)})"
-        sizes = [*self._sizes, *[0] * len(self._empty)]
-        for sized, size in zip([*self._sized, *self._empty], sizes, strict=True):
+        for owner, key, old, new in (*self._attributes.changed(), *self._slots.changed()):
+            return f"{self._path(owner, key)} ({_brief(old)} became {_brief(new)})"
+        sizes = [*self._sizes, *[0] * len(self._empty), *self._module_sizes]
+        for sized, size in zip([*self._sized, *self._empty, *self._of_modules], sizes, strict=True):
             if len(sized) != size:
                 return f"the number of entries of {self._paths.get(id(sized), 'an object')}"
         for t, number in zip(self.tensors, self._ids, strict=True):
@@ -184,7 +254,9 @@ class State:
 
     def _accept(self) -> bool:
         """Equal numbers have been set again: those are compared from now on."""
-        self._values = list(map(dict.get, self._dicts, self._keys))
+        self._slots.renew()
+        self._attributes.renew()
+        self._epoch = _module_epoch()
         self._items = list(map(list, self._lists))
         self._contents = list(map(_content, self._cells))
         return True

@@ -149,11 +149,11 @@ class Variant:
             first = session.take_ids(count) if count else 0
             session.sites.append_replay(caller(frame), self._sites)
             session.buf.extend((C.REPLAY, self.number, *[h.id for h in call.handles], first))
-            for place, spec in self._specs_after:
-                call.handles[place].spec = spec
+            for k, spec in self._specs_after:
+                call.handles[k].spec = spec
         session.flush()
-        for place in self._written:
-            _note_write(call.handles[place])
+        for k in self._written:
+            _note_write(call.handles[k])
         for ref in self._changed:
             handle = ref()
             if handle is not None:

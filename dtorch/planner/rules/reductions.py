@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from dtorch.planner.call import Call
+from dtorch.planner.redistribute import reducible
 from dtorch.planner.rule import Label, Labels, Rule, rule
 
 _FINISH = {
@@ -37,11 +38,11 @@ def _shapes(call: Call, outs: Sequence[torch.Tensor], dims: set[int]) -> tuple[L
 )  # fmt: skip
 def finishable(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
     """Sums, products, extrema: each device reduces its piece."""
-    if len(outs) > 1 or len(call.specs) > 1:
+    kind = _FINISH[call.name]
+    if len(outs) > 1 or len(call.specs) > 1 or not reducible(kind, outs[0].dtype):
         return along(call, outs)
     dims = _dims(call)
     inputs, outputs = _shapes(call, outs, dims)
-    kind = _FINISH[call.name]
     # An extremum of nothing is an error, also on a device whose piece is empty; the kernel puts in the neutral value.
     kernel = "reduce_piece" if kind in ("max", "min") and call.name not in ("aten.all", "aten.any") else None
     over = {("over", d): kind for d in dims}
