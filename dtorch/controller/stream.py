@@ -369,10 +369,10 @@ class _Families:
                 alive.discard(node.reads[0])
                 continue
             alive.update(node.makes)
-            if node.shares and node.reads:
-                root = find(node.reads[0])
-                for key in (*node.reads[1:], *node.makes):
-                    up[find(key)] = root
+            if node.shares:
+                keys = [key for key in (*node.reads, *node.makes) if key >= 0]  # generators share nothing
+                for key in keys[1:]:
+                    up[find(key)] = find(keys[0])
             if node.writes and node.writes[-1] < 0:  # a generator
                 alive.add(node.writes[-1])
                 if node.code == C.SEED and node.words[2] is None:

@@ -22,7 +22,12 @@ def indices(spans: Sequence[Span], device: torch.device) -> torch.Tensor:
 
 def piece_of(whole: torch.Tensor, spec: TensorSpec, position: int) -> torch.Tensor:
     """What the device at this position holds of a tensor: a view where that is a box, else a new tensor."""
-    for dim, spans in enumerate(spec.spans(position)):
+    return cut_out(whole, spec.spans(position))
+
+
+def cut_out(whole: torch.Tensor, spans_of_dims: Sequence[Sequence[Span]]) -> torch.Tensor:
+    """The spans of each dimension, one after the other: a view where each has one, else a new tensor."""
+    for dim, spans in enumerate(spans_of_dims):
         parts = [whole.narrow(dim, a, b - a) for a, b in spans]
         whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
     return whole

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from dtorch.client.tensor import DTensor, distribute_tensor
-from dtorch.core.mesh import DeviceMesh
+from dtorch.core.mesh import DeviceMesh, axis_kind
 from dtorch.core.placements import Placement, Replicate, Shard
 
 
@@ -34,6 +34,11 @@ def on_mesh(t: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     return t.redistribute(mesh, t.placements if same else [Replicate()] * mesh.ndim)
 
 
+def _balanced(dim: int, size: int) -> Shard:
+    """Every device gets an early and a late piece, so that under a causal mask all have as much to do."""
+    return Shard(dim, (size // 2, size // 2 - size))
+
+
 def cut_inputs(
     module: nn.Module,
     mesh: DeviceMesh,
@@ -53,6 +58,8 @@ def cut_inputs(
         last: mesh of the last stage; ``labels`` go there at once, so that no early stage must hand them on later.
     """
 
+    rings = [axis for axis in sequence_axes if axis_kind((mesh.mesh_dim_names or ())[axis]) == "ring_cp"]
+
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         first = next((a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor) and a.dim() > 0), None)
         if first is None:
@@ -69,7 +76,7 @@ def cut_inputs(
                     wanted[axis] = Shard(0)
             for axis in sequence_axes:
                 if t.dim() > 1 and t.shape[1] == sequence and wanted[axis].is_replicate():
-                    wanted[axis] = Shard(1)
+                    wanted[axis] = _balanced(1, sequence) if axis in rings else Shard(1)
             return t if tuple(wanted) == t.placements else t.redistribute(placements=wanted)
 
         def to_last(t: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from dtorch.core.placements import REPLICATE, Partial, Placement, Replicate, Sha
 from dtorch.core.spec import MeshLayout, TensorSpec
 from dtorch.planner import context
 from dtorch.planner.rule import Label, Labels, Rule
-from dtorch.planner.segments import joined_candidate, may_cut
+from dtorch.planner.segments import fold_candidates, joined_candidate, may_cut
 
 # Relative cost of a local slice or mask against moving the same bytes between devices.
 _LOCAL = 0.02
@@ -142,6 +142,8 @@ def _candidates(
     joined = joined_candidate(rule, current, parts) if rule.joined is not None else None
     if joined is not None:
         found.append(joined)
+    if rule.folds:
+        found.extend(fold_candidates(rule, current[0], parts))
     for slots in rule.linear:
         # Only when all of them wait already: hiding a whole tensor behind a mask would delay the reduction for nothing.
         ops = {p.reduce_op if isinstance((p := current[slot]), Partial) else "" for slot in slots}

@@ -22,6 +22,27 @@ Labels = tuple[Label, ...]
 
 
 @dataclass(frozen=True)
+class Fold:
+    """A dimension inside of those that a reshape folds into one, or gets by unfolding one.
+
+    Attributes:
+        inner: the dimension among those that are, or come, apart.
+        outer: the dimension that holds them all.
+        count: product of the sizes before it.
+        size: its own.
+        row: product of the sizes after it.
+        unfolds: whether ``inner`` is a dimension of the result.
+    """
+
+    inner: int
+    outer: int
+    count: int
+    size: int
+    row: int
+    unfolds: bool
+
+
+@dataclass(frozen=True)
 class Rule:
     """Labels and exceptions of one call.
 
@@ -38,6 +59,8 @@ class Rule:
             dimensions (rows and columns), the label of the heads, and the kernel that passes blocks round.
         resize: (argument name, index of result): the argument is replaced by that result's local shape.
         entries: for an operator on lists, the slots and results of each entry: no entry minds where others are.
+        folds: dimensions that a reshape folds into one, or unfolds, see ``planner.segments``.
+        in_order: labels that are never cut in segments: kernels ask for the one stretch of them that a device has.
         joined: a label whose dimensions are stretches of one line: what stands end to end after ``cat`` and is told
             apart again by ``split``. ``stretches`` has, for each slot and each result that has the label, from
             where to where on the line it goes. It is cut in segments, see ``planner.segments``.
@@ -59,6 +82,8 @@ class Rule:
     heads: Label = None
     ring: str | None = None
     entries: Sequence[tuple[Sequence[int], Sequence[int]]] = ()
+    folds: Sequence[Fold] = ()
+    in_order: frozenset[Label] = frozenset()
     joined: Label = None
     stretches: tuple[Mapping[int, Span], Mapping[int, Span]] = ({}, {})
     unused: frozenset[int] = frozenset()

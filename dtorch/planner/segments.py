@@ -5,21 +5,22 @@ devices' pieces. Instead, a device joins what it has, and the placement remember
 operators handle such a dimension as any that is cut, so long as they do not ask for places in the whole tensor; ``split``
 and ``narrow`` between segments take it apart again. That keeps the joint attention of text and image tokens, fused
 projections (query, key and value in one weight) and parallel branches (attention and MLP in one product) cut throughout.
+Folding (samples, sequence) into one dimension, with the sequence cut, is the same: one segment for each sample.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 
 from dtorch.core.placements import REPLICATE, Placement, Shard
 from dtorch.core.spec import Span
-from dtorch.planner.rule import Label, Labels, Rule
+from dtorch.planner.rule import Fold, Label, Labels, Rule
 
 # Kernels that do not look for a device's place in the whole tensor, or know how to find it in one cut in segments.
 _ANY_PIECES = frozenset({
     None, "view_result", "unless_empty", "add_once", "mean_piece", "reduce_piece", "attention_piece",
-    "attention_backward_piece", "random",
+    "attention_backward_piece", "random", "nll_loss_piece", "nll_loss_backward_piece",
 })  # fmt: skip
 
 _MOST_SEGMENTS = 16
@@ -31,6 +32,7 @@ def may_cut(rule: Rule, label: Label) -> bool:
     return (
         label not in rule.units
         and label not in rule.even
+        and label not in rule.in_order
         and rule.kernels.get(label) in _ANY_PIECES
         and rule.kernel in _ANY_PIECES
     )
@@ -68,6 +70,46 @@ def joined_candidate(
     ins = [place(labels, slots.get(i)) for i, labels in enumerate(rule.inputs)]
     outs = [place(labels, results.get(i)) for i, labels in enumerate(rule.outputs)]
     return ins, outs, rule.joined
+
+
+def fold_candidates(
+    rule: Rule, current: Placement, parts: int
+) -> Iterator[tuple[list[Placement], list[Placement], Label]]:
+    """Placements of a reshape in which an inner dimension of a fold is cut: the folded one is cut in as many segments
+    as that dimension is repeated in it.
+
+    Args:
+        rule: of one input and one result, with folds.
+        current: placement of the input on the axis.
+        parts: number of devices of the axis.
+    """
+    for fold in rule.folds:
+        if fold.unfolds:
+            found = _apart(current, fold, parts)
+        else:
+            found = _together(current, fold, parts)
+        if found is not None:
+            yield [current], [found], ("fold", fold.inner)
+
+
+def _together(p: Placement, fold: Fold, parts: int) -> Placement | None:
+    if not isinstance(p, Shard) or p.dim != fold.inner:
+        return None
+    one = p.segments or (fold.size,)
+    if len(one) * fold.count > _MOST_SEGMENTS or (fold.row > 1 and any(n % parts for n in one)):
+        return None
+    return Shard(fold.outer, tuple(n * fold.row for n in one) * fold.count)
+
+
+def _apart(p: Placement, fold: Fold, parts: int) -> Placement | None:
+    if not isinstance(p, Shard) or p.dim != fold.outer or len(p.segments) % fold.count:
+        return None
+    one = p.segments[: len(p.segments) // fold.count]
+    if one * fold.count != p.segments or sum(map(abs, one)) != fold.size * fold.row:
+        return None
+    if fold.row > 1 and any(n % (parts * fold.row) for n in one):
+        return None
+    return Shard(fold.inner, tuple(n // fold.row for n in one))
 
 
 def _between(p: Shard, stretch: Span, a: int, b: int) -> tuple[int, ...]:

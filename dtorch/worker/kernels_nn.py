@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from dtorch.core.pieces import cut_out
 from dtorch.worker.kernels import Context, kernel, stand_in
 
 aten = torch.ops.aten
@@ -242,7 +243,8 @@ def nll_loss_piece(
         return ctx.nothing(data.device)
     total = _weight(target, weight, ignored, data.dtype)
     if target.ndim:
-        target = target[tuple(slice(*ctx.input_span(0, d)) for d in range(data.ndim) if d != 1)]
+        spans = ctx.inputs[0].spans(ctx.position)
+        target = cut_out(target, [spans[d] for d in range(data.ndim) if d != 1])
     if weight is not None:
         weight = weight[slice(*_classes(ctx, 0))]
     target, ignored = _here(ctx, 0, target, ignored)

@@ -106,7 +106,7 @@ def test_stages_work_at_once(parts: int, stages: int) -> None:
     with torch.no_grad(), clock() as found:
         parallel(IDS)
     # The bubble of the textbook, (p - 1) / (m + p - 1); embedding and head make two stages longer than the others.
-    assert found.waiting == pytest.approx((stages - 1) / (parts + stages - 1), abs=0.12)
+    assert found.waiting == pytest.approx((stages - 1) / (parts + stages - 1), abs=0.08)
 
 
 @pytest.mark.parametrize("kind", [GPipe, OneForwardOneBackward])
@@ -115,7 +115,7 @@ def test_stages_work_at_once_in_training(kind: type[Schedule]) -> None:
     parts = IDS.chunk(8)
     with clock() as found:
         kind(2, 8).run(lambda i: parallel(parts[i], labels=parts[i], use_cache=False).loss / 8)
-    assert found.waiting == pytest.approx(1 / 9, abs=0.12)
+    assert found.waiting == pytest.approx(1 / 9, abs=0.08)
 
 
 def test_generation_with_micro_batches_uses_its_cache() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -170,7 +171,36 @@ def captured() -> Iterator[Any]:
     assert pure.replays and writes.replays
 
 
-PROGRAMS: list[Callable[[], Iterator[Any]]] = [training, views, draws, captured]
+def anything() -> Iterator[Any]:
+    """Operators in any order on tensors that come and go."""
+    choose = random.Random(3)
+    torch.manual_seed(3)
+    places = ([R], [S0], [S1])
+    pool = [dtorch.Tensor(torch.randn(4, 6), device_mesh=mesh(n), placements=choose.choice(places)) for n in (2, 2, 3)]
+
+    def other(t: Any) -> Any:
+        found = choose.choice([p for p in pool if p.device_mesh == t.device_mesh])
+        return found if found.shape == t.shape else found.sum()
+
+    acts: list[Callable[[Any], Any]] = [
+        lambda t: t + other(t), lambda t: t.cos(), lambda t: t.mul_(0.9), lambda t: t.add_(other(t)), lambda t: t[1:3].neg_(),
+        lambda t: t.t().contiguous().t(), lambda t: t.redistribute(placements=choose.choice(places)), lambda t: t.view(-1)[3:20],
+        lambda t: t.redistribute(mesh(choose.choice((2, 3))), choose.choice(places)), lambda t: t.normal_(), lambda t: torch.rand_like(t),
+        lambda t: t.copy_(other(t)), lambda t: t.sum(0, keepdim=True).expand(4, -1), lambda t: torch.where(t > 0, t, other(t)),
+        lambda t: torch._foreach_mul_([t], 1.1), lambda t: torch.manual_seed(choose.randrange(9)), lambda t: t.softmax(-1),
+        lambda t: (t @ t.t()) @ t, lambda t: t.detach(), lambda t: dtorch.Tensor(torch.randn(4, 6), device_mesh=t.device_mesh),
+    ]  # fmt: skip
+    for _ in range(12):
+        for _ in range(25):
+            made = choose.choice(acts)(choose.choice([t for t in pool if t.shape == (4, 6) and 0 not in t.stride()]))
+            if isinstance(made, torch.Tensor):
+                pool.append(made)
+            while len(pool) > 9:
+                pool.pop(choose.randrange(3, len(pool)))
+        yield pool
+
+
+PROGRAMS: list[Callable[[], Iterator[Any]]] = [training, views, draws, captured, anything]
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

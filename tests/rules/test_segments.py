@@ -106,3 +106,37 @@ def test_segments_must_fit() -> None:
     mesh = dtorch.init_device_mesh("cpu", (2,))
     with pytest.raises(PlacementError, match=r"must add up to the size of the dimension, 5"):
         dtorch.Tensor(torch.zeros(5), device_mesh=mesh, placements=[Shard(0, (2, 2))])
+
+
+@pytest.mark.parametrize("mesh", [(2,), (3,), (2, 2)])
+@pytest.mark.parametrize("segments", [(), (4, -3)])
+def test_folded_dimensions_stay_cut(mesh: tuple[int, ...], segments: tuple[int, ...]) -> None:
+    on = dtorch.init_device_mesh("cpu", mesh)
+    where = [Shard(1, segments)] * len(mesh)
+    x = spread(_x(3, 7, 5), on, where)
+    with dtorch.strict():
+        flat = x.view(21, 5).relu()
+        back = flat.view(3, 7, 5)
+    assert placements_of(flat) == [Shard(0, (segments or (7,)) * 3)] * len(mesh)
+    assert placements_of(back) == where
+    assert torch.equal(value_of(flat), _x(3, 7, 5).view(21, 5).relu())
+    assert torch.equal(value_of(back), _x(3, 7, 5).relu())
+
+
+@pytest.mark.parametrize("placements", [[Shard(1)], [Shard(1, (4, -4))], [Shard(0), Shard(1)]])
+def test_loss_over_cut_sequences_gathers_no_logits(placements: list[Any]) -> None:
+    mesh = dtorch.init_device_mesh("cpu", (2,) * len(placements))
+    logits, labels = _x(2, 8, 6), torch.randint(0, 6, (2, 8), generator=torch.Generator().manual_seed(0))
+    labels[:, -2:] = -100
+    plain = logits.clone().requires_grad_()
+    want = torch.nn.functional.cross_entropy(plain.view(-1, 6), labels.view(-1))
+    want.backward()
+    mine = spread(logits, mesh, placements).requires_grad_()
+    spread_labels = dtorch.Tensor(labels, device_mesh=mesh)
+    with dtorch.strict():
+        got = torch.nn.functional.cross_entropy(mine.view(-1, 6), spread_labels.view(-1))
+    got.backward()
+    torch.testing.assert_close(value_of(got.detach()), want.detach())
+    assert mine.grad is not None and plain.grad is not None
+    assert placements_of(mine.grad) == placements
+    torch.testing.assert_close(value_of(mine.grad), plain.grad)

@@ -69,6 +69,9 @@ def margin_backward(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
     return _gradient(call, slots(call, grad_output=grad, self=data, target=target, is_target=data), data)
 
 
+_CLASSES = frozenset({"c"})
+
+
 def _classified(call: Call) -> tuple[Labels, Labels]:
     """Labels of the input (n, classes, *space) or (classes) and of the target (n, *space) or ()."""
     n = call.spec("self").ndim
@@ -84,11 +87,13 @@ def nll_loss(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
     data, target = _classified(call)
     if call["reduction"] == _NONE:
         inputs = slots(call, self=data, target=target, weight=("c",))
-        return Rule(inputs, [target, ()], reduce=sums(("c",)), whole=frozenset({1}), kernel="nll_loss_piece")
+        return Rule(
+            inputs, [target, ()], reduce=sums(("c",)), whole=frozenset({1}), kernel="nll_loss_piece", in_order=_CLASSES
+        )
     inputs = slots(call, self=data, target=target, weight=("c",))
     if call["reduction"] == _MEAN:
         inputs = slots(call, self=data)
-    return Rule(inputs, [(), ()], reduce=sums(data), kernel="nll_loss_piece")
+    return Rule(inputs, [(), ()], reduce=sums(data), kernel="nll_loss_piece", in_order=_CLASSES)
 
 
 @rule("aten.nll_loss_backward", "aten.nll_loss2d_backward")
@@ -97,7 +102,7 @@ def nll_loss_backward(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
     data, target = _classified(call)
     grad = target if call["reduction"] == _NONE else ()
     inputs = slots(call, grad_output=grad, self=data, target=target, weight=("c",), total_weight=())
-    return Rule(inputs, [data], kernel="nll_loss_backward_piece")
+    return Rule(inputs, [data], kernel="nll_loss_backward_piece", in_order=_CLASSES)
 
 
 @rule("torch_nn._linear_cross_entropy_batch_chunked_no_reduction", "torch_nn._linear_cross_entropy_batch_chunked")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 
 import torch
 
 from dtorch.planner.call import Call
-from dtorch.planner.rule import Label, Labels, Rule, rule
+from dtorch.planner.rule import Fold, Label, Labels, Rule, rule
 from dtorch.planner.rules.along import LINE, line_along, whole_along
 
 _IDENTITY = (frozenset({0}),)
@@ -32,16 +32,33 @@ def reshape(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
     inputs: list[Label] = [None] * len(source)
     outputs: list[Label] = [None] * len(target)
     units: dict[Label, int] = {}
+    folds: list[Fold] = []
     for number, (group_in, group_out) in enumerate(_groups(source, target) if call.first.numel else ()):
         a = next((d for d in group_in if source[d] != 1), None)
         b = next((d for d in group_out if target[d] != 1), None)
         if a is None or b is None:
             continue
         inputs[a] = outputs[b] = number
+        folds += _folds(group_in, group_out, source, target)
         if source[a] != target[b]:
             # Cut between common multiples only: each piece is then a whole number of indices on both sides.
             units[number] = math.gcd(source[a], target[b])
-    return Rule([tuple(inputs)], [tuple(outputs)], linear=_IDENTITY, units=units, resize=("size", 0))
+    return Rule([tuple(inputs)], [tuple(outputs)], linear=_IDENTITY, units=units, resize=("size", 0), folds=folds)
+
+
+def _folds(
+    group_in: Sequence[int], group_out: Sequence[int], source: Sequence[int], target: Sequence[int]
+) -> Iterator[Fold]:
+    """The inner dimensions of a group that one side has as a single dimension."""
+    apart, sizes = [d for d in group_in if source[d] != 1], source
+    whole = [d for d in group_out if target[d] != 1]
+    unfolds = len(apart) == 1
+    if unfolds:
+        apart, whole, sizes = whole, apart, target
+    if len(whole) == 1:
+        for i, d in enumerate(apart[1:], 1):
+            before, after = (math.prod(sizes[x] for x in some) for some in (apart[:i], apart[i + 1 :]))
+            yield Fold(d, whole[0], before, sizes[d], after, unfolds)
 
 
 def _groups(source: Sequence[int], target: Sequence[int]) -> list[tuple[list[int], list[int]]]:
