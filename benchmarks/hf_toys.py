@@ -42,11 +42,18 @@ _SIZES = {
 
 
 def configurations(model_type: str) -> Iterator[Any]:
-    """Configurations of an architecture, the smallest first; not all of them make a model that runs."""
+    """Configurations of an architecture, the smallest first; not all of them make a model that runs.
+
+    Raises:
+        NotRunnableError: there is none without arguments.
+    """
     from transformers import CONFIG_MAPPING
 
     for sizes in ({**_LAYERS, **_IDS, **_SIZES}, {**_LAYERS, **_IDS, "vocab_size": 320}, _LAYERS):
-        config = CONFIG_MAPPING[model_type]()
+        try:
+            config = CONFIG_MAPPING[model_type]()
+        except Exception as e:
+            raise NotRunnableError(f"its configuration has no default: {e}") from e
         _shrink(config, sizes)
         yield config
 

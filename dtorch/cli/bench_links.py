@@ -24,6 +24,7 @@ def bench_links(
         import dtorch
         from dtorch.parallel.links import links_file, measure
 
+        dtorch.init()
         try:
             links = measure(devices)
         finally:

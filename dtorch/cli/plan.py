@@ -31,13 +31,12 @@ def plan(
     with one_line_errors(debug):
         layout = parse_mesh(mesh)
         bare = model_without_weights(model)
-        from dtorch.core.errors import PlacementError
-        from dtorch.parallel.forecast import forecast
+        import dtorch
 
         sizes = dict(zip(layout.names, layout.sizes, strict=True))
         try:
-            found = forecast(bare, sizes, batch, sequence, microbatches=microbatches)
-        except PlacementError as error:
+            found = dtorch.forecast(bare, sizes, batch, sequence, microbatches=microbatches)
+        except dtorch.PlacementError as error:
             raise InputError(f"--mesh {mesh!r}: {error}") from error
     typer.echo(json.dumps(as_values(found)) if as_json else str(found))
 

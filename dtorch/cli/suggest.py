@@ -32,12 +32,12 @@ def suggest(
     """Rank layouts of a model on so many devices, with reasons. Runs nothing; measure first with `dtorch bench-links`."""
     with one_line_errors(debug):
         bare = model_without_weights(model)
+        import dtorch
         from dtorch.parallel.links import Links, links_file
-        from dtorch.parallel.suggest import suggest as find
 
         links = Links.load(links_file())
         limit = None if memory is None else int(memory * 2**30)
-        found = find(bare, devices, batch, sequence, limit, links=links)[:top]
+        found = dtorch.suggest(bare, devices, batch, sequence, limit, links=links)[:top]
     if as_json:
         values = [{**as_values(s.forecast), "fits": s.fits, "reason": s.reason} for s in found]
         typer.echo(json.dumps({"links": links.measured, "layouts": values}))

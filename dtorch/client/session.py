@@ -43,6 +43,8 @@ _IDLE_S = 1.0
 # The client runs ahead of the slowest worker by at most this many batches, or bytes of uploads.
 _WINDOW = 256
 _WINDOW_BYTES = 256 << 20
+# Looking for acknowledgements costs as much as sending; whoever waits for something looks anyway.
+_UNSEEN = 4
 MAX_MESHES = 64
 
 
@@ -307,7 +309,8 @@ class Session:
                 self.recorder.sent(commands, frames)
             self._flushes += 1
             self._send(commands, frames, size)
-            self._drain(0.0)
+            if self._seq - self._acked > _UNSEEN:
+                self._drain(0.0)
             while self._seq - self._acked > _WINDOW or sum(b for _, _, b in self._sent_ops) > _WINDOW_BYTES:
                 if not self._drain(None):
                     break

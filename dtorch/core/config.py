@@ -41,7 +41,7 @@ class SessionConfig:
     null_workers: int = 0
     file_roots: Sequence[str] | None = None
     restarts: int = 3
-    log_operators: int = 100_000
+    log_operators: int = 30_000
     log_bytes: int = 1 << 30
 
     def __post_init__(self) -> None:

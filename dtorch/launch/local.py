@@ -61,7 +61,7 @@ class LaunchConfig:
     env: Mapping[str, str] = field(default_factory=dict)
     null_workers: int = 0
     restarts: int = 0
-    log_operators: int = 100_000
+    log_operators: int = 30_000
     log_bytes: int = 1 << 30
 
 

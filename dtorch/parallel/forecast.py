@@ -210,11 +210,10 @@ def _watch_layers(module: nn.Module, observer: _Observer) -> None:
     from dtorch.parallel.pipeline import find_layers
 
     try:
-        list_name, layers = find_layers(module)
+        layers = find_layers(module)
     except PlacementError:
         return  # all of it counts as outside of layers
-    for i, layer in enumerate(layers):
-        name = f"{list_name}.{i}"
+    for name, layer in layers.items():
         observer.layers[name] = Cost()
         layer.register_forward_pre_hook(lambda _m, _a, n=name: setattr(observer, "layer", n), prepend=True)
         layer.register_forward_hook(lambda _m, _a, _o: setattr(observer, "layer", ""), always_call=True)

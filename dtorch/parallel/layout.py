@@ -141,16 +141,18 @@ def _stages(module: nn.Module, mesh: DeviceMesh, chunks: int) -> _Stages:
     meshes = mesh.unbind(pp[0])
     if mesh.ndim > 1:
         stages.kept = [a for a in range(mesh.ndim) if a != pp[0]]
-    list_name, layers = find_layers(module)
-    assigned = stage_of_layers(list(layers), len(meshes) * chunks)
+    layers = find_layers(module)
+    assigned = stage_of_layers(list(layers.values()), len(meshes) * chunks)
     stages.first, stages.last = meshes[0], meshes[-1]
-    for i, (layer, stage) in enumerate(zip(layers, assigned, strict=True)):
+    for i, ((name, layer), stage) in enumerate(zip(layers.items(), assigned, strict=True)):
         there = meshes[stage % len(meshes)]
-        stages.prefixes.append((f"{list_name}.{i}.", there))
+        stages.prefixes.append((f"{name}.", there))
         stages.entries.append((layer, there, i > 0 and stage != assigned[i - 1]))
-    # What comes after the list runs where the last layer ran: siblings registered after it, and the head.
-    after = _modules_after(module, list_name)
-    for name, part in after:
+    # What comes after the first list runs where the last layer ran: siblings registered after it, and the head.
+    lists = list(dict.fromkeys(name.rpartition(".")[0] for name in layers))
+    for name, part in _modules_after(module, lists[0]):
+        if name in lists:
+            continue
         stages.prefixes.append((f"{name}.", meshes[-1]))
         stages.entries.append((part, meshes[-1], False))
     return stages

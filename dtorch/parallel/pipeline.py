@@ -49,8 +49,8 @@ def stage_of_layers(layers: Sequence[nn.Module], num_stages: int) -> list[int]:
     return out
 
 
-def find_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """The longest list of layers of a model, by name.
+def find_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers of a model by name: those of its largest list of layers and of the lists beside it, in order.
 
     Raises:
         PlacementError: it has none.
@@ -59,7 +59,9 @@ def find_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
     lists = [(n, m) for n, m in lists if not any(n != o and n.startswith(f"{o}.") for o, _ in lists)]
     if not lists:
         raise PlacementError(f"{type(model).__name__} has no list of layers to put on pipeline stages.")
-    return max(lists, key=lambda entry: sum(p.numel() for p in entry[1].parameters()))
+    largest, _ = max(lists, key=lambda entry: sum(p.numel() for p in entry[1].parameters()))
+    beside = [(n, m) for n, m in lists if n.rpartition(".")[0] == largest.rpartition(".")[0]]
+    return {f"{name}.{i}": layer for name, layers in beside for i, layer in enumerate(layers)}
 
 
 class Carrier:

@@ -206,7 +206,7 @@ class _Lane:
     def __init__(self, loss_of: Callable[[int], torch.Tensor], index: int) -> None:
         self.loss: torch.Tensor | None = None
         self.turns = 0  # that it has used
-        self.ended = False
+        self.goes_back = self.ended = False
         self._error: BaseException | None = None
         self._turn, self._back = threading.Semaphore(0), threading.Semaphore(0)
         self._gives_up = False
@@ -257,6 +257,7 @@ class _Lane:
                 loss = loss_of(index)
             self.loss = loss.detach()
             self.pause()
+            self.goes_back = True
             loss.backward()
         except _GivenUpError:
             return
@@ -285,7 +286,7 @@ def at_boundary(args: Args, kwargs: Kwargs, move: Callable[[Args, Kwargs], tuple
     """Where a stage begins: ``move`` its inputs to it. Under a schedule, wait for the turn to, and for that to go on;
     and so on the way back."""
     lane = _lane.get()
-    if lane is None:
+    if lane is None or lane.goes_back:  # on the way back activations may be computed again, which is no new forward
         return move(args, kwargs)
     lane.pause()
     args, kwargs = _stopping(*move(*_stopping(args, kwargs, lane)), lane)

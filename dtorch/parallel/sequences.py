@@ -37,10 +37,10 @@ def cut_sequences(module: nn.Module, mesh: DeviceMesh, axes: Sequence[int]) -> b
     if getattr(module, "main_input_name", None) or not hasattr(module, "config_name"):  # what diffusers' models have
         return False
     try:
-        _, layers = find_layers(module)
+        layers = find_layers(module)
     except PlacementError:
         return False
-    _cut_arguments(next(iter(layers)), None, mesh, axes)
+    _cut_arguments(next(iter(layers.values())), None, mesh, axes)
     _whole_results(module, axes)
     return True
 

@@ -122,7 +122,7 @@ def _layouts(model: nn.Module, devices: int, batch: int, sequence: int) -> Itera
     heads = int(getattr(text, "num_attention_heads", 0) or devices)
     experts = min((int(part.num_experts) for part in find_experts(model).values()), default=1)  # type: ignore[arg-type]
     try:
-        layers = len(find_layers(model)[1])
+        layers = len(find_layers(model))
     except PlacementError:
         layers = 1
     most = {"dp": batch, "ep": experts, "pp": layers, "ulysses_cp": heads, "ring_cp": sequence, "tp": heads}

@@ -20,9 +20,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def test_plan(cli, folder: Path) -> None:
-    result = cli("plan", "--model", folder, "--mesh", "tp=2,pp=2", "--batch", 2, "--sequence", 8)
-    assert result.exit_code == 0, result.stderr
+def test_plan(cli, command, folder: Path) -> None:
+    result = command("plan", "--model", folder, "--mesh", "tp=2,pp=2", "--batch", 2, "--sequence", 8)
+    assert result.returncode == 0, result.stderr
     assert "model.layers.3.mlp.down_proj.weight" in result.stdout
     assert "bytes by device: 0: " in result.stdout
     assert "model.layers.1: 2 all_reduce" in result.stdout
@@ -42,13 +42,12 @@ def test_plan_refuses(cli, folder: Path, tmp_path: Path) -> None:
     assert "config.json" in result.stderr
 
 
-def test_measure_and_suggest(cli, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DTORCH_MODE", "inline")
-    result = cli("bench-links", "--devices", 2, "--json")
-    assert result.exit_code == 0, result.stderr
+def test_measure_and_suggest(cli, command, folder: Path) -> None:
+    result = command("bench-links", "--devices", 2, "--json")
+    assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout)["kinds"].keys() == {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "move"}
-    done = cli("suggest", "--model", folder, "--devices", 2, "--batch", 2, "--sequence", 8, "--top", 2)
-    assert done.exit_code == 0, done.stderr
+    done = command("suggest", "--model", folder, "--devices", 2, "--batch", 2, "--sequence", 8, "--top", 2)
+    assert done.returncode == 0, done.stderr
     assert "measured on 2 devices" in done.stdout
     assert "1. dp=2" in done.stdout
     done = cli("suggest", "--model", folder, "--devices", 2, "--batch", 1, "--sequence", 8, "--memory", 0.0001, "--json")

@@ -184,7 +184,7 @@ def anything() -> Iterator[Any]:
 
     acts: list[Callable[[Any], Any]] = [
         lambda t: t + other(t), lambda t: t.cos(), lambda t: t.mul_(0.9), lambda t: t.add_(other(t)), lambda t: t[1:3].neg_(),
-        lambda t: t.t().contiguous().t(), lambda t: t.redistribute(placements=choose.choice(places)), lambda t: t.view(-1)[3:20],
+        lambda t: t.t().contiguous().t(), lambda t: t.redistribute(placements=choose.choice(places)), lambda t: t.reshape(-1)[3:20],
         lambda t: t.redistribute(mesh(choose.choice((2, 3))), choose.choice(places)), lambda t: t.normal_(), lambda t: torch.rand_like(t),
         lambda t: t.copy_(other(t)), lambda t: t.sum(0, keepdim=True).expand(4, -1), lambda t: torch.where(t > 0, t, other(t)),
         lambda t: torch._foreach_mul_([t], 1.1), lambda t: torch.manual_seed(choose.randrange(9)), lambda t: t.softmax(-1),

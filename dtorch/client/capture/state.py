@@ -5,9 +5,9 @@ What is found is compared by identity, in C loops: a parameter that was replaced
 live on the workers may change freely; plain tensors may not. Out of sight are the insides of objects without
 ``__dict__``, of library modules and of numpy arrays.
 
-Most of a model's state is attributes of its modules, which hardly ever change: they are compared only after some module's
-attribute has been set, or some hook registered, since the last time. What programs write without setting an attribute
-(parameters, buffers and submodules in their dicts) is compared always.
+Most of a model's state is attributes of its modules, which hardly ever change: they are compared only when, since the last
+time, an attribute of any module was set, or a parameter, buffer, module or hook registered. Parameters and buffers, which
+libraries also write past that, are compared always.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import functools
 import sysconfig
 import types
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from operator import is_
 from typing import Any
 
@@ -34,35 +34,33 @@ _OPAQUE = (
 )  # fmt: skip
 _LIBRARY = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 # Of a module's own attributes those that torch keeps for it; what they hold is visited, or does not matter to a call.
-_CONTENTS = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_TORCH = frozenset(vars(torch.nn.Module())) - {"training"}
 
 
-_attributes_set = [0]  # how often an attribute of any module was
+_changes = [0]  # how often some module was changed
+_CHANGING = ("__setattr__", "__delattr__", "register_buffer", "register_parameter", "add_module")
 
 
 @functools.cache
 def watch_modules() -> None:
-    """From now on, count when an attribute of a module is set or deleted."""
-    set_attribute, delete_attribute = torch.nn.Module.__setattr__, torch.nn.Module.__delattr__
+    """From now on, count when a module is changed."""
 
-    @functools.wraps(set_attribute)
-    def on_set(self: torch.nn.Module, name: str, value: Any) -> None:
-        _attributes_set[0] += 1
-        set_attribute(self, name, value)
+    def counting(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def change(*args: Any, **kwargs: Any) -> Any:
+            _changes[0] += 1
+            return method(*args, **kwargs)
 
-    @functools.wraps(delete_attribute)
-    def on_delete(self: torch.nn.Module, name: str) -> None:
-        _attributes_set[0] += 1
-        delete_attribute(self, name)
+        return change
 
-    torch.nn.Module.__setattr__, torch.nn.Module.__delattr__ = on_set, on_delete  # type: ignore[method-assign]
+    for name in _CHANGING:
+        setattr(torch.nn.Module, name, counting(getattr(torch.nn.Module, name)))
 
 
 def _module_epoch() -> tuple[int, int]:
-    """Differs when a module's attribute was set or a hook registered meanwhile."""
-    return _attributes_set[0], RemovableHandle.next_id
+    """Differs when a module was changed or a hook registered meanwhile."""
+    return _changes[0], RemovableHandle.next_id
 
 
 class _Slots:
@@ -183,9 +181,12 @@ class State:
         own = vars(module)
         self._of_modules.append(own)
         yield from self._entries(own, [k for k in own if k not in _OF_TORCH], path, ".{}", self._attributes)
-        for name in _CONTENTS:
-            self._sized.append(own[name])
+        for name in ("_parameters", "_buffers"):
+            self._of_modules.append(own[name])
             yield from self._entries(own[name], list(own[name]), path, ".{}")
+        inner = own["_modules"]
+        (self._sized if inner else self._of_modules).append(inner)
+        yield from self._entries(inner, list(inner), path, ".{}", self._attributes)
         for name in _HOOKS:
             self._of_modules.append(own[name])
             if own[name]:

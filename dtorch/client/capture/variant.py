@@ -146,7 +146,7 @@ class Variant:
                 t.grad = None  # freed before its successor is made
         with session.lock:
             count = len(self._makers)
-            first = session.take_ids(count) if count else 0
+            first = session.ids() if count == 1 else session.take_ids(count) if count else 0
             session.sites.append_replay(caller(frame), self._sites)
             session.buf.extend((C.REPLAY, self.number, *[h.id for h in call.handles], first))
             for k, spec in self._specs_after:
