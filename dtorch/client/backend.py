@@ -19,6 +19,7 @@ from dtorch.client.tensor import DTensor
 from dtorch.core import mesh as mesh_module
 from dtorch.core import torch_private
 from dtorch.core.mesh import DeviceMesh, current_mesh, select_mesh
+from dtorch.planner.missing_meta import has_fused_attention
 
 _library: list[torch.library.Library] = []
 
@@ -209,8 +210,9 @@ def _attention(library: torch.library.Library) -> None:
                 DTensor, whole, (), (query, key, value, attn_mask, dropout_p, is_causal),
                 {"scale": scale, "enable_gqa": enable_gqa},
             )  # fmt: skip
-        fused = torch.backends.cuda.flash_sdp_enabled() and _fusable(query, key, value, attn_mask, enable_gqa)
-        if dropout_p or not fused:
+        shapes = (query.shape, key.shape, value.shape, None if attn_mask is None else attn_mask.shape)
+        fused = torch.backends.cuda.flash_sdp_enabled() and has_fused_attention(*shapes, enable_gqa)
+        if dropout_p or not fused or (attn_mask is not None and attn_mask.requires_grad):
             return written_out_attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
@@ -223,24 +225,6 @@ def _attention(library: torch.library.Library) -> None:
         )[0]
 
     library.impl("scaled_dot_product_attention", attention, "AutogradPrivateUse1")
-
-
-def _fusable(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, shared: bool
-) -> bool:
-    """Whether the fused kernel takes these shapes; it does not check them. torch's own conditions for the CPU, and the
-    kernel takes heads of key and value that several query heads share as well."""
-    if not query.dim() == key.dim() == value.dim() == 4 or 0 in (query.shape[2], key.shape[2]):
-        return False
-    (samples, heads, rows, features), columns = query.shape, key.shape[2]
-    if key.shape != value.shape or key.shape[0] != samples or key.shape[3] != features:
-        return False
-    if key.shape[1] != heads and (not shared or heads % key.shape[1]):
-        return False
-    if mask is None:
-        return True
-    fits = all(n in (1, m) for n, m in zip(reversed(mask.shape), (columns, rows, heads, samples), strict=False))
-    return not mask.requires_grad and mask.dim() in (2, 4) and fits
 
 
 def _needs_gradient(*values: Any) -> bool:

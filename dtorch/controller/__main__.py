@@ -30,7 +30,7 @@ def main() -> None:
     gc.disable()  # the log is millions of small lists without a cycle, which a collection would walk over and over
     log = None
     if config.restarts:
-        log = Log(config.log_operators, config.log_bytes, config.snapshots_dir, SharedMemory().read)
+        log = Log(config.log_operators, config.log_bytes, config.snapshots_dir, SharedMemory(config.snapshots_dir).read)
     state = ControllerState(os.getpid(), socket.gethostname(), log, config.restarts)
     Server(config, client, state, log).run()
     # The client does this as well, if it has not been killed or interrupted.

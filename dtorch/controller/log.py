@@ -8,7 +8,7 @@ shortened; what lives on through ever more commands, as weights in training do, 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from dtorch.comm.channel import Buffer
@@ -20,9 +20,11 @@ from dtorch.protocol.messages import Batch
 Frames = Sequence[Buffer]
 
 _SHORTEN_BATCHES = 512
+_OPERATORS_A_BATCH = 32  # roughly
 _NODE_BYTES = 400  # about what one takes without the bytes that it brings
 _NODES_A_BATCH = 4096  # of a replay
 _FRAMES_A_BATCH = 1024
+_BYTES_A_BATCH = 64 << 20
 
 
 @dataclass(slots=True)
@@ -59,7 +61,8 @@ class Log:
         self._serial = 0  # of the first operator after `_nodes`
         self._entries: deque[_Entry] = deque()
         self._unread: deque[_Entry] = deque()  # those of the entries that were not taken apart yet
-        self._shorten_at = _SHORTEN_BATCHES
+        self._least = min(_SHORTEN_BATCHES, most_operators // _OPERATORS_A_BATCH + 1)
+        self._shorten_at = self._least
         self._work: Iterator[None] | None = None
         self._operators = 0
         self._node_bytes = self._entry_bytes = 0
@@ -68,14 +71,14 @@ class Log:
         """Note a batch that is sent to these workers; ``shared`` as in ``Batch``."""
         if self.fault:
             return
-        entry = _Entry(seq, indexes, frames, sum(map(len, frames)))
+        entry = _Entry(seq, indexes, frames, _in_memory(frames))
         self._entries.append(entry)
         self._unread.append(entry)
         if shared:
             self._read()
             if entry.nodes is not None and any(node.frame is not None for node in entry.nodes):
                 entry.frames = [frames[0], *write(entry.nodes)]
-                entry.nbytes = sum(map(len, entry.frames))
+                entry.nbytes = _in_memory(entry.frames)
         self._entry_bytes += entry.nbytes
 
     # Repeating
@@ -100,12 +103,13 @@ class Log:
 
     def _shortened(self) -> Iterator[list[Buffer]]:
         """The payloads of batches with the nodes, and the number of the next operator."""
-        begin = frames = serial = 0
+        begin = frames = brought = serial = 0
         for i, node in enumerate(self._nodes):
-            frames += node.frame is not None
-            if i - begin == _NODES_A_BATCH or frames == _FRAMES_A_BATCH:
+            if i - begin == _NODES_A_BATCH or frames == _FRAMES_A_BATCH or brought > _BYTES_A_BATCH:
                 yield write(self._nodes[begin:i], serial)
-                begin, frames, serial = i, 0, -1
+                begin, frames, brought, serial = i, 0, 0, -1
+            if node.frame is not None:
+                frames, brought = frames + 1, brought + len(node.frame)
         yield write(self._nodes[begin:], serial, self._serial)
 
     # Keeping it short
@@ -150,7 +154,7 @@ class Log:
         self._nodes = kept
         self._count()
         # Each time all nodes are looked at, so not before about as many have come.
-        self._shorten_at = max(_SHORTEN_BATCHES, self._operators // 32)
+        self._shorten_at = max(self._least, self._operators // _OPERATORS_A_BATCH)
 
     @property
     def is_long(self) -> bool:
@@ -211,5 +215,10 @@ class Log:
 
     def _count(self) -> None:
         self._operators = sum(node.serial >= 0 for node in self._nodes)
-        brought = sum(len(node.frame) for node in self._nodes if node.frame is not None)
+        brought = _in_memory(node.frame for node in self._nodes if node.frame is not None)
         self._node_bytes = brought + _NODE_BYTES * len(self._nodes)
+
+
+def _in_memory(frames: Iterable[Buffer]) -> int:
+    """Bytes that frames take in this process's memory; see ``ReadShared``."""
+    return sum(len(frame) for frame in frames if not isinstance(frame, memoryview))

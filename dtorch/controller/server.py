@@ -6,6 +6,7 @@ import contextlib
 import mmap
 import os
 import socket
+import tempfile
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -267,22 +268,32 @@ class Server:
 
 
 class SharedMemory:
-    """The client's shared memory, read for the log."""
+    """The client's shared memory, of which the log needs copies.
 
-    def __init__(self) -> None:
-        self._maps: dict[str, mmap.mmap] = {}
+    They are large, and seldom needed again, so they are put into files without a name, which go with the last use.
 
-    def read(self, path: str, offset: int, count: int) -> bytes:
+    Args:
+        directory: where these files are.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self._directory = directory
+        self._maps: dict[str, memoryview] = {}
+
+    def read(self, path: str, offset: int, count: int) -> memoryview:
         """A copy of a part of it; ``path`` as in MAP.
 
         Raises:
-            OSError, ValueError: there is no such memory.
+            OSError, ValueError: there is no such memory, or no space for the copy.
         """
         found = self._maps.get(path)
         if found is None:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             try:
-                found = self._maps[path] = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+                found = self._maps[path] = memoryview(mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ))
             finally:
                 os.close(descriptor)
-        return found[offset : offset + count]
+        with tempfile.TemporaryFile(dir=self._directory) as file:
+            file.write(found[offset : offset + count])
+            file.flush()
+            return memoryview(mmap.mmap(file.fileno(), count, access=mmap.ACCESS_READ))

@@ -491,7 +491,8 @@ class ControllerState:
         if snapshot is None or log is None:
             return []  # given up meanwhile
         if message.fault:
-            self._snapshot, self._rest_s = None, _AFTER_FAULT_S
+            self._snapshot = None
+            self._rest_s = max(_AFTER_FAULT_S, _SNAPSHOT_SHARE * message.milliseconds / 1000)
             if log.is_large:
                 log.give_up(f"the log has become too large, and a snapshot failed: {message.fault}")
             return [DropSnapshot(snapshot.number)]

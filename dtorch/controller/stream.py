@@ -21,8 +21,8 @@ _STEP = 128  # nodes
 FREE = -1
 """The code of a node that forgets a tensor."""
 
-ReadShared = Callable[[str, int, int], bytes]
-"""Bytes of the client's shared memory: path, offset, count."""
+ReadShared = Callable[[str, int, int], Buffer]
+"""A copy of bytes of the client's shared memory: path, offset, count. A ``memoryview`` if it takes no memory itself."""
 
 _DEFINITIONS = frozenset((C.MESH, C.SPEC, C.PLAN, C.MAP))
 # Commands that begin, end and use something that is no tensor, with the place of its number.

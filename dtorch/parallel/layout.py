@@ -89,8 +89,11 @@ def parallelize(
             on_own_experts(part, [stages.kept.index(a) for a in ep])
     carrier = Carrier()
     for part, there, opens_stage in stages.entries:
-        share_parameters(part, there, carrier)
+        share_parameters(part.modules(), there, carrier)
         move_inputs(part, there, carrier, opens_stage)
+    if stages.entries:
+        later = {id(m) for part, _, _ in stages.entries for m in part.modules()}
+        share_parameters([m for m in module.modules() if id(m) not in later], stages.first, carrier)
     # Where experts are spread, every device has tokens of its own outside of them.
     batch, sequence = axes(mesh, "dp", "ep"), axes(mesh, "ulysses_cp", "ring_cp")
     first = stages.first

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -114,17 +114,13 @@ def move_inputs(module: nn.Module, mesh: DeviceMesh, carrier: Carrier, opens_sta
     module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
 
 
-def share_parameters(module: nn.Module, mesh: DeviceMesh, carrier: Carrier) -> None:
-    """Before a part of ``module`` runs, bring the parameters it shares with another stage (tied weights) to ``mesh``.
+def share_parameters(parts: Iterable[nn.Module], mesh: DeviceMesh, carrier: Carrier) -> None:
+    """Before one of the modules runs, bring the parameters it shares with another stage (tied weights) to ``mesh``.
 
     Their gradients go back the same way and are added to those of the stage that keeps the parameter.
     """
-    for part in module.modules():
-        names = [
-            name
-            for name, p in part._parameters.items()
-            if isinstance(p, DTensor) and p.device_mesh != mesh
-        ]
+    for part in parts:
+        names = [n for n, p in part._parameters.items() if isinstance(p, DTensor) and p.device_mesh != mesh]
         if names:
             _bring_before_use(part, names, mesh, carrier)
 

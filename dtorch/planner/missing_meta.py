@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,40 @@ def _like(call: Call, name: str, *shape: int) -> torch.Tensor:
 def as_input(call: Call) -> Any:
     """The gradient has the shape of the input."""
     return _like(call, "self")
+
+
+def has_fused_attention(
+    query: Sequence[int], key: Sequence[int], value: Sequence[int], mask: Sequence[int] | None, shared: bool
+) -> bool:
+    """Whether the fused kernel takes these shapes; it does not check them. torch's own conditions for the CPU, and the
+    kernel takes heads of key and value that several query heads share as well."""
+    if not len(query) == len(key) == len(value) == 4 or 0 in (query[2], key[2]):
+        return False
+    (samples, heads, rows, features), columns = query, key[2]
+    if tuple(key) != tuple(value) or key[0] != samples or key[3] != features:
+        return False
+    if key[1] != heads and (not shared or heads % key[1]):
+        return False
+    if mask is None:
+        return True
+    fits = all(n in (1, m) for n, m in zip(reversed(mask), (columns, rows, heads, samples), strict=False))
+    return len(mask) in (2, 4) and fits
+
+
+@shapes("aten.scaled_dot_product_attention")
+def attention(call: Call) -> Any:
+    """The fused kernel's result lies in memory as the query does. Others are left to torch, which has no implementation
+    for the meta device but the parts of the written-out form: that takes a millisecond."""
+    query, key, value = (call.spec(name) for name in ("query", "key", "value"))
+    mask = call.spec("attn_mask") if "attn_mask" in call.slots else None
+    same = query.dtype == key.dtype == value.dtype and (mask is None or mask.dtype in (torch.bool, query.dtype))
+    shapes_of = (query.shape, key.shape, value.shape, None if mask is None else mask.shape)
+    if not same or call["dropout_p"] or not query.dtype.is_floating_point or (mask is not None and call["is_causal"]):
+        return None
+    if not has_fused_attention(*shapes_of, bool(call["enable_gqa"])):
+        return None
+    device = "cpu" if 1 in query.shape else "meta"  # which would invent other strides for dimensions of size one
+    return torch.empty_like(torch.empty_strided(query.shape, query.stride, dtype=query.dtype, device=device))
 
 
 @shapes("aten.linear_backward")

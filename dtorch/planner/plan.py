@@ -117,14 +117,19 @@ def make_plan(call: Call, mesh: MeshLayout) -> Plan:
     _refuse_overlap(call, written)
     fallback = False
     random = draws(call)
-    rule = None if all(s.is_replicated for s in call.specs) else _rule_of(call, outs)
+    whole = all(s.is_replicated for s in call.specs)
+    rule = None if whole else _rule_of(call, outs)
     if rule is None:
-        fallback = not all(s.is_replicated for s in call.specs)
+        fallback = not whole
         rule = replicated(call, outs)
         if random:
             rule = Rule(rule.inputs, rule.outputs, kernel="random")
-    same = {i: slot for i, out in enumerate(outs) for slot, meta in enumerate(metas) if out is meta}
-    choice = choose(rule, call.specs, mesh, _sizes(rule, call.specs, outs), written, same)
+    if whole:
+        everywhere = (REPLICATE,) * mesh.ndim
+        choice = Choice((everywhere,) * len(call.specs), (everywhere,) * len(outs), frozenset())
+    else:
+        same = {i: slot for i, out in enumerate(outs) for slot, meta in enumerate(metas) if out is meta}
+        choice = choose(rule, call.specs, mesh, _sizes(rule, call.specs, outs), written, same)
     return _assemble(call, mesh, rule, choice, outs, metas, template, written, random, fallback)
 
 

@@ -6,6 +6,7 @@ multiple of 64. Nothing in it runs code.
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
 from dataclasses import dataclass
@@ -55,6 +56,11 @@ def save(path: str, snapshot: Snapshot) -> None:
             "serial": snapshot.serial,
         }
     )
+    needed = sum(storage.nbytes() for _, storage in storages.values())
+    file_system = os.statvfs(os.path.dirname(path))
+    free = file_system.f_bavail * file_system.f_frsize
+    if needed > free // 2:  # others need some as well
+        raise OSError(errno.ENOSPC, f"a snapshot of {needed} bytes where {free} are free", path)
     try:
         with open(path, "wb") as file:
             file.write(_LENGTH.pack(len(header)))

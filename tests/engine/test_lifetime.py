@@ -326,7 +326,7 @@ def test_an_exception(program):
 
 @local_mode
 def test_a_dead_worker_ends_its_session_only(mode):
-    own = dtorch.Graph(**OPTIONS["local"])
+    own = dtorch.Graph(**OPTIONS["local"], restarts=0)
     with own:
         x = spread(torch.ones(4), dtorch.DeviceMesh("cpu", [0, 1]), S0)
         x.sum().item()

@@ -160,6 +160,34 @@ def test_training_by_schedule(kind: type[Schedule], devices: int, chunks: int) -
         torch.testing.assert_close(mine.to_torch(), theirs, rtol=1e-4, atol=1e-5)
 
 
+def test_a_weight_that_the_last_stage_keeps_and_the_first_uses() -> None:
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4))
+            self.head = torch.nn.Linear(8, 8)
+            self.layers[3].weight = self.head.weight
+            self.entry = torch.nn.Linear(8, 8)
+            self.entry.weight = self.layers[0].weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.layers[0](x)
+            for layer in self.layers[1:]:
+                x = layer(x).tanh()
+            return self.head(self.entry(x))
+
+    torch.manual_seed(0)
+    plain = Net()
+    parallel = placed(plain, {"pp": 2})
+    x = torch.randn(4, 8)
+    want, got = plain(x), parallel(x)
+    torch.testing.assert_close(got.to_torch(), want.detach(), rtol=1e-5, atol=1e-6)
+    want.pow(2).sum().backward()
+    got.pow(2).sum().backward()
+    for mine, theirs in zip(parallel.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.to_torch(), theirs.grad, rtol=1e-4, atol=1e-5)
+
+
 def test_activations_that_are_computed_again() -> None:
     plain = model().train()
     parallel = placed(plain, {"pp": 2})
