@@ -178,7 +178,8 @@ def _load(job: ImageJob, folder: Path) -> tuple[Any, ImageRequest]:
 
 
 def _place(pipe: Any, mesh: DeviceMesh) -> None:
-    """Cut the transformer, and with it the pictures and passes of a step, along the mesh's axes; keep the rest whole.
+    """Cut the transformer, and with it the pictures and passes of a step, along the mesh's axes, and the image that the
+    autoencoder decodes; keep the rest whole.
 
     Raises:
         PlacementError: an axis of an unknown kind, or more pipeline stages than the transformer has layers.
@@ -192,7 +193,9 @@ def _place(pipe: Any, mesh: DeviceMesh) -> None:
     # Pipeline stages lie on parts of the mesh; the pipeline goes on where it keeps its latents.
     transformer.register_forward_hook(lambda _module, _args, out: map_tensors(out, lambda t: on_mesh(t, mesh)))
     for part in pipe.components.values():
-        if isinstance(part, torch.nn.Module) and part is not transformer:
+        if part is pipe.vae:
+            dtorch.parallelize(part, mesh)
+        elif isinstance(part, torch.nn.Module) and part is not transformer:
             part.to("dtorch")
 
 

@@ -70,6 +70,30 @@ def softmax_backward(cls: type, func: Any, args: Args, kwargs: Kwargs) -> Any:
         return (grad - out.exp() * grad.sum(dim, True)).to(dtype)
 
 
+# -- group norm ----------------------------------------------------------------------------------------------------
+@special(aten.native_group_norm.default)
+def group_norm(cls: type, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Of images that are cut along space, of any size: mean and variance of each group are what devices tell each other."""
+    given = _given(func, args, kwargs)
+    x, groups = given["input"], given["group"]
+    if not any(isinstance(p, Shard) and p.dim > 1 for p in x._h.spec.placements) or not x.numel():
+        return run(cls, func, info_of(func), args, kwargs)
+    with torch.no_grad():
+        samples, channels, *space = x.shape
+        wide = _wide(x).view(samples, groups, channels // groups, *space)
+        dims = list(range(2, wide.ndim))
+        mean = wide.mean(dims, True)
+        centred = wide - mean
+        deviation = (centred.square().mean(dims, True) + given["eps"]).rsqrt()
+        out = (centred * deviation).view(x.shape)
+        shape = (channels, *(1,) * len(space))
+        if given["weight"] is not None:
+            out = out * given["weight"].view(shape)
+        if given["bias"] is not None:
+            out = out + given["bias"].view(shape)
+        return out.to(x.dtype), *(t.view(samples, groups).to(x.dtype) for t in (mean, deviation))
+
+
 # -- batch norm ----------------------------------------------------------------------------------------------------
 def _by_channel(x: Any) -> tuple[list[int], tuple[int, ...]]:
     """The dimensions to average over, and the shape in which a value for each channel lines up with the tensor."""

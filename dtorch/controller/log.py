@@ -63,23 +63,32 @@ class Log:
         self._unread: deque[_Entry] = deque()  # those of the entries that were not taken apart yet
         self._least = min(_SHORTEN_BATCHES, most_operators // _OPERATORS_A_BATCH + 1)
         self._shorten_at = self._least
+        self._shared: deque[_Entry] = deque()  # those that name memory whose content is not copied yet
         self._work: Iterator[None] | None = None
         self._operators = 0
         self._node_bytes = self._entry_bytes = 0
 
     def append(self, seq: int, indexes: tuple[int, ...], frames: Frames, shared: bool) -> None:
-        """Note a batch that is sent to these workers; ``shared`` as in ``Batch``."""
+        """Note a batch that is sent to these workers; ``shared`` as in ``Batch``: then ``settle`` is to follow."""
         if self.fault:
             return
         entry = _Entry(seq, indexes, frames, _in_memory(frames))
         self._entries.append(entry)
         self._unread.append(entry)
-        if shared:
-            self._read()
-            if entry.nodes is not None and any(node.frame is not None for node in entry.nodes):
-                entry.frames = [frames[0], *write(entry.nodes)]
-                entry.nbytes = _in_memory(entry.frames)
         self._entry_bytes += entry.nbytes
+        if shared:
+            self._shared.append(entry)
+
+    def settle(self) -> None:
+        """Copy what batches name in the client's shared memory; before any of them is acknowledged to the client."""
+        while self._shared:
+            entry = self._shared.popleft()
+            self._read(entry)
+            if entry.nodes is not None and any(node.frame is not None for node in entry.nodes):
+                entry.frames = [entry.frames[0], *write(entry.nodes)]
+                self._entry_bytes -= entry.nbytes
+                entry.nbytes = _in_memory(entry.frames)
+                self._entry_bytes += entry.nbytes
 
     # Repeating
 
@@ -188,6 +197,7 @@ class Log:
         self._nodes, self._held = [], {}
         self._entries.clear()
         self._unread.clear()
+        self._shared.clear()
         self._entry_bytes = self._node_bytes = self._operators = 0
 
     def _take(self, done: int) -> list[Node] | None:

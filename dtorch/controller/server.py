@@ -148,6 +148,8 @@ class Server:
         except ProtocolError as error:
             instructions = [ToClient(Fault(None, f"the controller got a wrong message: {error}"))]
         self._perform(instructions)
+        if self._log is not None:
+            self._log.settle()  # while the workers are at it already
 
     def _on_worker(self, index: int, readable: bool, writable: bool) -> None:
         channel = self._workers[index]

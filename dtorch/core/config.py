@@ -29,7 +29,8 @@ class SessionConfig:
         restarts: how often in a row lost workers are started again, and brought to where they were, before something new
             is done; 0: the loss of a worker ends the session.
         log_operators: operators that are repeated after a loss at most, roughly; beyond that workers write snapshots.
-        log_bytes: the same for what the controller keeps of uploads and operators, in its memory.
+        log_bytes: the same for the memory that operators and uploads take in the controller; large uploads are copied to
+            files of the temporary directory instead.
     """
 
     mode: str = "local"

@@ -13,6 +13,7 @@ from dtorch.core.mesh import DeviceMesh
 from dtorch.core.placements import Placement, Replicate, Shard
 from dtorch.parallel.axes import axes
 from dtorch.parallel.experts import find_experts, on_own_experts
+from dtorch.parallel.images import is_autoencoder, parallelize_decoder
 from dtorch.parallel.inputs import cut_inputs
 from dtorch.parallel.microbatches import in_micro_batches
 from dtorch.parallel.pipeline import Carrier, find_layers, move_inputs, share_parameters, stage_of_layers
@@ -37,6 +38,8 @@ def parallelize(
     Axes of the mesh by name, each size 1 means off: ``dp`` cuts the batch of the inputs, ``tp`` the layers, ``pp``
     the list of layers, ``ulysses_cp`` and ``ring_cp`` the sequence of the inputs, ``ep`` the experts (and the batch, for
     everything else).
+
+    An autoencoder of images is whole on every device, and its decoder cuts images: see ``dtorch.parallel.images``.
 
     Args:
         module: changed in place, and returned.
@@ -65,6 +68,9 @@ def parallelize(
             raise PlacementError(f"{name}={count!r}: use a whole number of at least 1.")
     if isinstance(plan, str) and plan != "auto":
         raise PlacementError(f"plan={plan!r}: use 'auto', 'best' or a dict of patterns to styles.")
+    if is_autoencoder(module):
+        parallelize_decoder(module, mesh)
+        return module
     chosen = cuts(module, None if isinstance(plan, str) else plan)
     tp, ep = axes(mesh, "tp"), axes(mesh, "ep")
     experts = _expert_parameters(module) if ep else frozenset()

@@ -62,6 +62,15 @@ def choose(
     for axis, parts in enumerate(mesh.shape):
         current = [s.placements[axis] for s in specs]
         mode = context.mode(rule, specs, mesh, axis, 0 if ring is None else 1)
+        if mode == "halo":
+            ring, label = axis, ("halo", rule.halo)
+            cut[label] = parts
+            for slot, row in enumerate(ins):
+                row.append(context.along_space(rule, None, slot))
+            for i in range(len(outs)):
+                outs[i].append(context.along_space(rule, i, None))
+                made[i].append(outs[i][-1])
+            continue
         if mode:
             cuts = context.segments(rule, specs, axis)
             ring = axis if mode == "ring" else ring

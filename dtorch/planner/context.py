@@ -1,4 +1,6 @@
-"""Context parallelism: attention whose sequence is cut along an axis named ``ulysses_cp`` or ``ring_cp``.
+"""Operators in which devices exchange more than placements tell: attention along sequences, convolutions along space.
+
+Attention whose sequence is cut along an axis named ``ulysses_cp`` or ``ring_cp``:
 
 On a ``ulysses_cp`` axis the heads are cut instead of the sequence for the time of the operator: one all-to-all for each
 of query, key and value, one back for the result. (Jacobs et al., DeepSpeed Ulysses, 2023.)
@@ -11,13 +13,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from dtorch.core.placements import REPLICATE, Placement, Shard
-from dtorch.core.spec import MeshLayout, TensorSpec
+from dtorch.core.spec import MeshLayout, TensorSpec, dense_strides
 from dtorch.core.steps import Step
 from dtorch.planner.rule import Label, Labels, Rule
 
 
 def mode(rule: Rule, specs: Sequence[TensorSpec], mesh: MeshLayout, axis: int, rings: int) -> str:
-    """``"ulysses"`` or ``"ring"`` when the axis is of that kind and cuts the query's rows, else ``""``."""
+    """``"ulysses"`` or ``"ring"`` when the axis is of that kind and cuts the query's rows, ``"halo"`` when it cuts what
+    has one, else ``""``. An operator has one ring or halo at most."""
+    if rule.halo is not None and not rings and _has_halo(rule.halo, specs[0], axis):
+        return "halo"
     if not rule.sequence:
         return ""
     rows = rule.inputs[0].index(rule.sequence[0])
@@ -52,6 +57,31 @@ def along_heads(rule: Rule, labels: Labels) -> Placement:
 def _cut(labels: Labels, wanted: Sequence[Label], cuts: Mapping[Label, tuple[int, ...]]) -> Placement:
     found = ((d, label) for d, label in enumerate(labels) if label is not None and label in wanted)
     return next((Shard(d, cuts.get(label, ())) for d, label in found), REPLICATE)
+
+
+def _has_halo(halo: tuple[int, int], spec: TensorSpec, axis: int) -> bool:
+    """Whether the axis alone cuts the dimension, in order and so that every piece can give its neighbours enough."""
+    (dim, width), parts = halo, spec.mesh.shape[axis]
+    if spec.placements[axis] != Shard(dim) or spec.shards_of(dim) != parts:
+        return False
+    smallest = spec.shape[dim] - (parts - 1) * -(-spec.shape[dim] // parts)
+    return smallest >= max(width, 1)
+
+
+def along_space(rule: Rule, result: int | None, slot: int | None) -> Placement:
+    """What a halo's axis cuts: the first slot and the first result."""
+    assert rule.halo is not None
+    return Shard(rule.halo[0]) if 0 in (result, slot) else REPLICATE
+
+
+def halo_rounds(spec: TensorSpec, halo: tuple[int, int], axis: int) -> tuple[tuple[tuple[int, Step], ...], ...]:
+    """Two sends: every device gets the first rows of the next one, and the last rows of the one before."""
+    dim, width = halo
+    mesh = spec.mesh
+    shape = tuple(width * mesh.shape[axis] if d == dim else n for d, n in enumerate(spec.shape))
+    edge = TensorSpec(mesh, spec.placements, shape, dense_strides(shape, spec.shape, spec.stride), spec.dtype)
+    steps = (Step("move", -1, edge, edge.replace(mesh=mesh.rolled(axis, shift))) for shift in (mesh.shape[axis] - 1, 1))
+    return tuple(((0, step),) for step in steps)
 
 
 def rounds(specs: Sequence[TensorSpec], slots: Sequence[int], axis: int) -> tuple[tuple[tuple[int, Step], ...], ...]:

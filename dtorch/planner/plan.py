@@ -13,7 +13,7 @@ from dtorch.core.spec import MeshLayout, TensorSpec
 from dtorch.core.steps import Step
 from dtorch.planner.call import Call, draws, is_view
 from dtorch.planner.choose import Choice, choose, legal
-from dtorch.planner.context import rounds
+from dtorch.planner.context import halo_rounds, rounds
 from dtorch.planner.meta import NoMeta, predict
 from dtorch.planner.redistribute import plan_steps
 from dtorch.planner.rule import Label, NoRule, Rule, find_rule, replicated
@@ -222,7 +222,9 @@ def _assemble(
         if final is not None and placements != final.placements:
             after.append((i, plan_steps(final.replace(placements), final)))
     ring: tuple[tuple[tuple[int, Step], ...], ...] = ()
-    if choice.ring is not None:
+    if choice.ring is not None and rule.halo is not None:
+        ring = halo_rounds(wanted[0], rule.halo, choice.ring)
+    elif choice.ring is not None:
         slots = [call.slots[name] for name in ("key", "value")]
         ring = rounds(wanted, slots, choice.ring)
         if "backward" not in call.name:

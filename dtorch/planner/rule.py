@@ -57,6 +57,8 @@ class Rule:
         kernel: the worker kernel that replaces the operator whenever some tensor is not replicated.
         sequence, heads, ring: attention under context parallelism, see ``planner.context``: labels of the sequence
             dimensions (rows and columns), the label of the heads, and the kernel that passes blocks round.
+        halo: (dimension, width): where the first slot is cut along it, the operator needs so many neighbours on both
+            sides of each piece, which its ring kernel fetches; the first result is cut likewise.
         resize: (argument name, index of result): the argument is replaced by that result's local shape.
         entries: for an operator on lists, the slots and results of each entry: no entry minds where others are.
         folds: dimensions that a reshape folds into one, or unfolds, see ``planner.segments``.
@@ -81,6 +83,7 @@ class Rule:
     sequence: Sequence[Label] = ()
     heads: Label = None
     ring: str | None = None
+    halo: tuple[int, int] | None = None
     entries: Sequence[tuple[Sequence[int], Sequence[int]]] = ()
     folds: Sequence[Fold] = ()
     in_order: frozenset[Label] = frozenset()

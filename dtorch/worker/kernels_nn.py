@@ -103,6 +103,14 @@ def linear_backward(
 
 
 @kernel
+def upsample_piece(ctx: Context, x: torch.Tensor, size: Sequence[int], *scales: Any) -> torch.Tensor:
+    """Nearest neighbours in the rows held here, of which each is repeated as often as in the whole."""
+    if ctx.is_empty:
+        return ctx.nothing(x.device)  # type: ignore[no-any-return]
+    return ctx.op(x, ctx.output_shape()[2:], *scales)  # type: ignore[no-any-return]
+
+
+@kernel
 def affine_grid_piece(ctx: Context, theta: torch.Tensor, size: Sequence[int], align_corners: bool) -> torch.Tensor:
     """The size with the number of samples that are here."""
     if ctx.is_empty:

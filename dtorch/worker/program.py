@@ -12,7 +12,7 @@ from dtorch.core.errors import ProtocolError
 from dtorch.core.spec import TensorSpec, dense_strides
 from dtorch.protocol.plans import NAMESPACES, WirePlan
 from dtorch.protocol.values import DeviceSlot, GeneratorSlot, Number, Slot
-from dtorch.worker import kernels_index, kernels_nn, kernels_sequence  # noqa: F401  (they register their kernels)
+from dtorch.worker import halo, kernels_index, kernels_nn, kernels_sequence  # noqa: F401  (they register kernels)
 from dtorch.worker.codegen import compile_simple, function_of
 from dtorch.worker.kernels import KERNELS, STAND_INS, Context
 from dtorch.worker.random import draw

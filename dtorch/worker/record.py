@@ -191,14 +191,14 @@ class Record:
             else:
                 text.call(k, step, self._general(step, step.program), ended)
         for j, v in enumerate(self._results):
-            text.keep(v, f"s[o+{j}]", v in self._constants, len(self.steps))
+            text.keep(v, f"s[o+{j}]", len(self.steps))
         for a, b in self._replaced:
             at = f"c[i+{a - 1}]" if a <= wire.arguments else str(int(wire.captured[a - wire.arguments - 1]))
-            text.keep(b, f"s[{at}]", b in self._constants, len(self.steps))
+            text.keep(b, f"s[{at}]", len(self.steps))
         self._text, self._run = text, text.compile()
 
     def _fold(self, steps: list[Step]) -> list[Step]:
-        """Compute what depends on the record alone, and is never written; returns the steps that are left."""
+        """Compute what depends on the record alone, and is neither written nor given away; returns the steps left."""
         shares, written = Shares(), set()
         for step in steps:
             for v in step.outs:
@@ -207,7 +207,8 @@ class Record:
                         shares.join(v, x)
         for step in steps:
             written.update(step.writes)
-        roots = {shares.root(v) for v in written}
+        written.update(self._results)  # by whoever gets them
+        roots = {shares.root(v) for v in (*written, *(v for _, v in self._replaced))}
         left = []
         for step in steps:
             known = step.is_pure and all(v in self._constants for v in step.inputs)
@@ -386,11 +387,10 @@ class _Text:
         """Name a variable's fixed value."""
         self._names.update((self._name(variable, d), t) for d, t in enumerate(parts))
 
-    def keep(self, variable: int, place: str, copy: bool, k: int) -> None:
+    def keep(self, variable: int, place: str, k: int) -> None:
         """Put a variable into the store, after step ``k - 1``."""
         if self._parts(variable):
-            parts = [self._name(variable, d) + (".clone()" if copy else "") for d in range(self._parts(variable))]
-            self._line(f"{place} = [{', '.join(parts)}]", k)
+            self._line(f"{place} = {self._all(variable)}", k)
 
     def call(self, k: int, step: Step, function: Callable[..., Any], ended: list[int]) -> None:
         """A step on all devices at once."""

@@ -142,6 +142,21 @@ def test_constants_of_a_record_stay_as_they_are(mode):
     replayed(g, 2)
 
 
+def test_results_of_constants_share_memory_among_themselves(mode):
+    on = mesh(1)
+
+    def f(x):
+        row = torch.arange(3, device=x.device)
+        return row, row.view(3, 1), x + row
+
+    g = dtorch.capture(f)
+    for _ in range(4):
+        row, column, total = g(spread(torch.zeros(3), on))
+        column.add_(1)
+        assert full(row).tolist() == [1, 2, 3] and full(total).tolist() == [0.0, 1.0, 2.0]
+    replayed(g, 2)
+
+
 def test_a_partial_argument_is_reduced_once(mode):
     on = mesh(2)
     f = dtorch.capture(lambda x: x.relu() + x)

@@ -107,6 +107,46 @@ def test_gradients_of_arguments(mode):
     assert f.replays == 2
 
 
+def test_writes_are_counted_for_autograd(mode):
+    on = mesh(1)
+    w = spread(torch.ones(3), on)
+    f = dtorch.capture(lambda x: w.add_(x))
+    for _ in range(3):
+        f(spread(torch.ones(3), on))
+    x = spread(torch.ones(3), on).requires_grad_()
+    y = (x * w).sum()
+    f(spread(torch.ones(3), on))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_parameters(mode, register):
+    net = torch.nn.Linear(2, 2).to("dtorch")
+    x = torch.ones(1, 2, device="dtorch")
+
+    @dtorch.capture
+    def f():
+        net.zero_grad()
+        net(x).sum().backward()
+
+    def hook(t):
+        if register == "register_hook":
+            return t * 2
+        t.grad.mul_(2)
+        return None
+
+    handle = None
+    for i in range(12):
+        f()
+        assert full(net.bias.grad).tolist() == [2.0 if 3 < i <= 7 else 1.0] * 2, i
+        if i == 3:
+            handle = getattr(net.bias, register)(hook)
+        if i == 7:
+            handle.remove()
+    assert f.replays >= 3 and not f.refusals
+
+
 def test_a_learning_rate_that_changes(mode):
     net = network(0.0).to("dtorch")
     plain = network(0.0)

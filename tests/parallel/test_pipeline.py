@@ -191,7 +191,7 @@ def test_a_weight_that_the_last_stage_keeps_and_the_first_uses() -> None:
 def test_activations_that_are_computed_again() -> None:
     plain = model().train()
     parallel = placed(plain, {"pp": 2})
-    parallel.gradient_checkpointing_enable({"use_reentrant": False})
+    parallel.activation_checkpointing_enable({"use_reentrant": False})
     parts = IDS.chunk(2)
     OneForwardOneBackward(2, 2).run(lambda i: parallel(parts[i], labels=parts[i], use_cache=False).loss)
     for part in parts:

@@ -33,6 +33,7 @@ class Recorded:
 
     def send(self, seq: int, frames: Any, targets: Any = None, shared: bool = False) -> None:
         self.log.append(seq, (0,), [b"header", *map(bytes, frames)], shared)
+        self.log.settle()
         self.done = seq
         self.run(seq, frames, targets, shared)
 
@@ -279,6 +280,7 @@ def test_shared_memory_is_copied_at_once(tmp_path):
     load = [C.LOAD, 5, 0, 0, 8, "float32", box, "a plain tensor"]
     log.append(0, (0,), [b"h", msgpack.packb([C.MAP, 0, "/proc/1/fd/7"])], False)
     log.append(1, (0,), [b"h", msgpack.packb([C.COUNT, 0, *load])], True)
+    log.settle()
     memory["/proc/1/fd/7"][:] = bytes(64)
     for shorten in (False, True):
         if shorten:

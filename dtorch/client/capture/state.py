@@ -131,6 +131,7 @@ class State:
                 raise TooMuch
             todo.extend(self._visit(value, path))
         self._module_sizes = list(map(len, self._of_modules))
+        self._hooked = [t for t in self.tensors if _hooks_of(t)]
         self._empty = [x for x in self._sized if not x]  # most are: modules without parameters of their own
         self._sized = [x for x in self._sized if x]
         self._sizes = list(map(len, self._sized))
@@ -142,6 +143,9 @@ class State:
     def _visit(self, value: Any, path: str) -> Iterator[tuple[Any, str]]:
         if isinstance(value, DTensor):
             self.tensors.append(value)
+            for hooks in _hooks_of(value):
+                self._sized.append(hooks)
+                yield from self._entries(hooks, list(hooks), f"{path}.hooks", "[{}]")
         elif isinstance(value, torch.Tensor):
             self._plain.append(value)
         elif isinstance(value, torch.nn.Module):
@@ -228,6 +232,8 @@ class State:
         epoch = _module_epoch()
         if not self._attributes.hold() or list(map(len, self._of_modules)) != self._module_sizes:
             return False
+        if not _same_items([t for t in self.tensors if _hooks_of(t)], self._hooked):
+            return False
         self._epoch = epoch
         return True
 
@@ -239,6 +245,9 @@ class State:
         for sized, size in zip([*self._sized, *self._empty, *self._of_modules], sizes, strict=True):
             if len(sized) != size:
                 return f"the number of entries of {self._paths.get(id(sized), 'an object')}"
+        for t in self.tensors:
+            if bool(_hooks_of(t)) != any(t is hooked for hooked in self._hooked):
+                return f"the hooks of {self._paths[id(t)]}"
         for t, number in zip(self.tensors, self._ids, strict=True):
             if t._h.id != number:
                 return f"{self._paths[id(t)]}, which is another tensor now"
@@ -268,6 +277,11 @@ class State:
 
 
 _GONE = object()
+
+
+def _hooks_of(t: torch.Tensor) -> list[dict[Any, Any]]:
+    """The hooks that run when a tensor gets its gradient."""
+    return [h for h in (t._backward_hooks, getattr(t, "_post_accumulate_grad_hooks", None)) if h]
 
 
 def _same_items(items: Any, old: list[Any]) -> bool:

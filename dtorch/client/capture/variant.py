@@ -9,6 +9,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from dtorch.client import random
 from dtorch.client.aliasing import join
@@ -51,6 +52,8 @@ class Variant:
         arguments = len(recording.argument_ids)
         self._written = [v - 1 for v in sorted(stream.written) if v <= arguments]
         self._changed = [weakref.ref(handles[v - 1 - arguments]) for v in sorted(stream.written) if v > arguments]
+        changed = {id(ref()) for ref in self._changed}
+        self._counted = [t for t in recording.state.tensors if id(t._h) in changed and not t.is_inference()]
         self._specs_after = _specs_after(recording)
         self._same_as = self._arguments_seen_elsewhere(recording)
         self._gradients(recording)
@@ -158,6 +161,9 @@ class Variant:
             handle = ref()
             if handle is not None:
                 _note_write(handle)
+        if self._counted or self._written:  # autograd refuses to use saved tensors that have been written since
+            given = [t for k in self._written if not (t := call.tensors[k]).is_inference()]
+            increment_version([*self._counted, *given])
         if self._only is not None and count == 1:
             return self._makers[0].make(first, call, [])
         made: list[Any] = []

@@ -54,7 +54,19 @@ def convolution(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
     """Cut input channels leave partial sums, to which only the first device adds the bias."""
     side = _Sides(call, call.spec("weight").shape, call.first.shape, tuple(outs[0].shape))
     inputs = slots(call, input=side.data, weight=side.weight, bias=side.bias)
-    return Rule(inputs, [side.result], reduce=sums(("i",)), units=side.units, kernel="convolution_piece")
+    halo = _halo(call, call.spec("weight").shape[2:])
+    return Rule(
+        inputs, [side.result], reduce=sums(("i",)), units=side.units, kernel="convolution_piece", halo=halo,
+        ring="halo_convolution",
+    )  # fmt: skip
+
+
+def _halo(call: Call, window: Sequence[int]) -> tuple[int, int] | None:
+    """The first dimension of space, when an index of the result sees as many of the input before as after it."""
+    stride, padding, dilation = (_at(call[x], 0) for x in ("stride", "padding", "dilation"))
+    if call["transposed"] or stride != 1 or not padding or 2 * padding != dilation * (window[0] - 1):
+        return None
+    return 2, padding
 
 
 @rule("aten.convolution_backward")

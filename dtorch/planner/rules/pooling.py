@@ -59,8 +59,14 @@ _UPSAMPLE = (
 @rule(*_UPSAMPLE)
 def upsample(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
     """(n, c, *space) to another size of space: linear in the values."""
-    labels = leading(call.first.ndim, call.first.ndim - 2)
-    return Rule([labels], [labels], linear=(frozenset({0}),), kernel=UNLESS_EMPTY)
+    n = call.first.ndim
+    labels = leading(n, n - 2)
+    if "nearest" not in call.name or outs[0].shape[2] % max(call.first.shape[2], 1):
+        return Rule([labels], [labels], linear=(frozenset({0}),), kernel=UNLESS_EMPTY)
+    # Repeated a whole number of times, every index comes from its own.
+    labels = (0, 1, "s", *(None,) * (n - 3))
+    units = {"s": call.first.shape[2]} if outs[0].shape[2] != call.first.shape[2] else {}
+    return Rule([labels], [labels], linear=(frozenset({0}),), units=units, kernel="upsample_piece")
 
 
 @rule(*(f"{name}_backward" for name in _UPSAMPLE))
