@@ -61,13 +61,7 @@ def parallelize(
 
         mesh, microbatches = best_mesh(module, mesh, *workload)
         plan = "auto"
-    if zero not in (0, 1, 2, 3):
-        raise PlacementError(f"zero={zero!r}: use 0, 1, 2 or 3.")
-    for name, count in (("microbatches", microbatches), ("chunks", chunks)):
-        if count < 1:
-            raise PlacementError(f"{name}={count!r}: use a whole number of at least 1.")
-    if isinstance(plan, str) and plan != "auto":
-        raise PlacementError(f"plan={plan!r}: use 'auto', 'best' or a dict of patterns to styles.")
+    _check_arguments(plan, zero, microbatches, chunks)
     if is_autoencoder(module):
         parallelize_decoder(module, mesh)
         return module
@@ -110,6 +104,16 @@ def parallelize(
     if microbatches > 1:
         in_micro_batches(module, microbatches)
     return module
+
+
+def _check_arguments(plan: str | Mapping[str, Any], zero: int, microbatches: int, chunks: int) -> None:
+    if zero not in (0, 1, 2, 3):
+        raise PlacementError(f"zero={zero!r}: use 0, 1, 2 or 3.")
+    for name, count in (("microbatches", microbatches), ("chunks", chunks)):
+        if count < 1:
+            raise PlacementError(f"{name}={count!r}: use a whole number of at least 1.")
+    if isinstance(plan, str) and plan != "auto":
+        raise PlacementError(f"plan={plan!r}: use 'auto', 'best' or a dict of patterns to styles.")
 
 
 def _expert_parameters(module: nn.Module) -> frozenset[str]:

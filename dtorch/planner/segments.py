@@ -84,10 +84,7 @@ def fold_candidates(
         parts: number of devices of the axis.
     """
     for fold in rule.folds:
-        if fold.unfolds:
-            found = _apart(current, fold, parts)
-        else:
-            found = _together(current, fold, parts)
+        found = _apart(current, fold, parts) if fold.unfolds else _together(current, fold, parts)
         if found is not None:
             yield [current], [found], ("fold", fold.inner)
 

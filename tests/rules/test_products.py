@@ -73,6 +73,6 @@ def test_a_cut_sequence_stays_cut() -> None:
 def test_transforms_see_parts() -> None:
     mesh = dtorch.init_device_mesh("cpu", (2,))
     w, x = _x(4, 6), _x(2, 3, 6)
-    loss = lambda weight, data: F.linear(data, weight).sin().sum()  # noqa: E731
+    loss = lambda weight, data: F.linear(data, weight).sin().sum()
     got = torch.func.grad(loss)(spread(w, mesh, [Shard(0)]), spread(x, mesh, [Replicate()]))
     torch.testing.assert_close(value_of(got), torch.func.grad(loss)(w, x))
