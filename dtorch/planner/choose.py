@@ -23,14 +23,14 @@ class Choice:
     Attributes:
         cut: labels that some axis shards.
         made: placements of the results as the operator makes them, where they differ from ``outputs``.
-        ring: mesh axis along which blocks go round, or ``None``.
+        rings: mesh axes along which blocks go round, or the one along which borders are exchanged.
     """
 
     inputs: tuple[tuple[Placement, ...], ...]
     outputs: tuple[tuple[Placement, ...], ...]
     cut: frozenset[Label]
     made: tuple[tuple[Placement, ...], ...] | None = None
-    ring: int | None = None
+    rings: tuple[int, ...] = ()
 
 
 def choose(
@@ -57,14 +57,14 @@ def choose(
     ins: list[list[Placement]] = [[] for _ in specs]
     outs: list[list[Placement]] = [[] for _ in rule.outputs]
     made: list[list[Placement]] = [[] for _ in rule.outputs]
-    ring: int | None = None
+    rings: list[int] = []
     cut: dict[Label, int] = {}
     for axis, parts in enumerate(mesh.shape):
         current = [s.placements[axis] for s in specs]
-        mode = context.mode(rule, specs, mesh, axis, 0 if ring is None else 1)
+        mode = context.mode(rule, specs, mesh, axis, len(rings))
         if mode == "halo":
-            ring, label = axis, ("halo", rule.halo)
-            cut[label] = parts
+            rings.append(axis)
+            cut["halo", rule.halo] = parts
             for slot, row in enumerate(ins):
                 row.append(context.along_space(rule, None, slot))
             for i in range(len(outs)):
@@ -73,7 +73,8 @@ def choose(
             continue
         if mode:
             cuts = context.segments(rule, specs, axis)
-            ring = axis if mode == "ring" else ring
+            if mode == "ring":
+                rings.append(axis)
             label = rule.heads if mode == "ulysses" else rule.sequence[0]
             cut[label] = cut.get(label, 1) * parts
             for slot, labels in enumerate(rule.inputs):
@@ -111,7 +112,7 @@ def choose(
             outs[i].append(p)
             made[i].append(p)
     outputs, as_made = tuple(map(tuple, outs)), tuple(map(tuple, made))
-    return Choice(tuple(map(tuple, ins)), outputs, frozenset(cut), None if as_made == outputs else as_made, ring)
+    return Choice(tuple(map(tuple, ins)), outputs, frozenset(cut), None if as_made == outputs else as_made, tuple(rings))
 
 
 def _choose_entries(

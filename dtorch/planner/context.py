@@ -11,6 +11,7 @@ combines what each block gives by its logarithm of sums. (Liu et al., Ring Atten
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise, product
 
 from dtorch.core.placements import REPLICATE, Placement, Shard
 from dtorch.core.spec import MeshLayout, TensorSpec, dense_strides
@@ -20,7 +21,7 @@ from dtorch.planner.rule import Label, Labels, Rule
 
 def mode(rule: Rule, specs: Sequence[TensorSpec], mesh: MeshLayout, axis: int, rings: int) -> str:
     """``"ulysses"`` or ``"ring"`` when the axis is of that kind and cuts the query's rows, ``"halo"`` when it cuts what
-    has one, else ``""``. An operator has one ring or halo at most."""
+    has one, else ``""``. An operator has a halo along one axis at most."""
     if rule.halo is not None and not rings and _has_halo(rule.halo, specs[0], axis):
         return "halo"
     if not rule.sequence:
@@ -31,7 +32,7 @@ def mode(rule: Rule, specs: Sequence[TensorSpec], mesh: MeshLayout, axis: int, r
     kind = mesh.kind(axis)
     if kind == "ulysses_cp" and rule.heads is not None:
         return "ulysses"
-    return "ring" if kind == "ring_cp" and rule.ring and not rings else ""
+    return "ring" if kind == "ring_cp" and rule.ring else ""
 
 
 def segments(rule: Rule, specs: Sequence[TensorSpec], axis: int) -> dict[Label, tuple[int, ...]]:
@@ -84,20 +85,25 @@ def halo_rounds(spec: TensorSpec, halo: tuple[int, int], axis: int) -> tuple[tup
     return tuple(((0, step),) for step in steps)
 
 
-def rounds(specs: Sequence[TensorSpec], slots: Sequence[int], axis: int) -> tuple[tuple[tuple[int, Step], ...], ...]:
-    """The sends of a ring: round r brings every device the block of the r-th next; the last round brings all home.
+def rounds(
+    specs: Sequence[TensorSpec], slots: Sequence[int], axes: Sequence[int]
+) -> tuple[tuple[tuple[int, Step], ...], ...]:
+    """The sends of a ring: each brings every device the block of another one; the last brings all home.
 
     Args:
         specs: of the slots as the kernel gets them.
         slots: those that go round (keys and values).
-        axis: the ring's mesh axis.
+        axes: the ring's mesh axes; over several, blocks go round along the last for each step along those before.
     """
+    mesh = specs[slots[0]].mesh
+    layouts = []
+    for shifts in product(*(range(mesh.shape[axis]) for axis in axes)):
+        layout = mesh
+        for axis, shift in zip(axes, shifts, strict=True):
+            layout = layout.rolled(axis, shift)
+        layouts.append(layout)
     out = []
-    for r in range(specs[slots[0]].mesh.shape[axis]):
-        row = []
-        for slot in slots:
-            spec = specs[slot]
-            here, there = spec.mesh.rolled(axis, r), spec.mesh.rolled(axis, r + 1)
-            row.append((slot, Step("move", -1, spec.replace(mesh=here), spec.replace(mesh=there))))
-        out.append(tuple(row))
+    for here, there in pairwise((*layouts, mesh)):
+        moves = ((slot, specs[slot].replace(mesh=here), specs[slot].replace(mesh=there)) for slot in slots)
+        out.append(tuple((slot, Step("move", -1, src, dst)) for slot, src, dst in moves))
     return tuple(out)

@@ -222,16 +222,16 @@ def _assemble(
         if final is not None and placements != final.placements:
             after.append((i, plan_steps(final.replace(placements), final)))
     ring: tuple[tuple[tuple[int, Step], ...], ...] = ()
-    if choice.ring is not None and rule.halo is not None:
-        ring = halo_rounds(wanted[0], rule.halo, choice.ring)
-    elif choice.ring is not None:
+    if choice.rings and rule.halo is not None:
+        ring = halo_rounds(wanted[0], rule.halo, choice.rings[0])
+    elif choice.rings:
         slots = [call.slots[name] for name in ("key", "value")]
-        ring = rounds(wanted, slots, choice.ring)
+        ring = rounds(wanted, slots, choice.rings)
         if "backward" not in call.name:
             ring = ring[:-1]  # the last round brings blocks home, which only their gradients need
     kernel = next((rule.kernels[c] for c in choice.cut if c in rule.kernels), None)
     if kernel is None and (choice.cut or random):
-        kernel = rule.ring if choice.ring is not None else rule.kernel
+        kernel = rule.ring if choice.rings else rule.kernel
     return Plan(
         call, mesh, tuple(wanted), tuple(moves), tuple(back), tuple(reduce), tuple(results), template, kernel,
         rule.resize if choice.cut else None, False, random, fallback, copies, tuple(after), ring,

@@ -16,6 +16,8 @@ MESHES = [
     (("ring_cp",), (3,), (2,)),
     (("ulysses_cp", "ring_cp"), (2, 2), (2, 2)),
     (("tp", "ring_cp"), (2, 2), (1, 2)),
+    (("ring_cp", "ring_cp_outer"), (2, 2), (2, 2)),
+    (("ring_cp_inner", "ulysses_cp", "ring_cp_outer"), (2, 2, 3), (2, 2, 2)),
     (("tp", "ulysses_cp"), (2, 2), (1, 2)),
     (("dp", "ring_cp"), (2, 2), (0, 2)),
 ]

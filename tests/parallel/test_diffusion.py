@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -68,8 +69,8 @@ LAYOUTS: list[dict[str, int]] = [
 ]  # fmt: skip
 
 
-def _run(name: str, layout: dict[str, int]) -> tuple[torch.Tensor, torch.Tensor, dict[str, int]]:
-    """Plain torch's result, ours, and how often what collective communicated."""
+def _run(name: str, layout: dict[str, int]) -> tuple[torch.Tensor, torch.Tensor, dtorch.Explanation]:
+    """Plain torch's result, ours, and what was done for it."""
     torch.manual_seed(0)
     model, inputs = MODELS[name]()
     model.eval()
@@ -78,7 +79,7 @@ def _run(name: str, layout: dict[str, int]) -> tuple[torch.Tensor, torch.Tensor,
         mesh = dtorch.init_device_mesh("cpu", tuple(layout.values()), mesh_dim_names=tuple(layout))
         dtorch.parallelize(model, mesh)
         explained = dtorch.explain(lambda: model(**inputs, return_dict=False)[0])
-        return want, explained.result.to_torch(), explained.collectives
+        return want, explained.result.to_torch(), explained
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: "-".join(f"{k}={v}" for k, v in x.items()))
@@ -98,6 +99,7 @@ def test_values(name: str, layout: dict[str, int]) -> None:
         ("sd3", {"tp": 2}, {"all_reduce": 4 + 3}),
         ("flux", {"ulysses_cp": 2}, {"all_to_all": 4 * 4}),
         ("flux", {"ring_cp": 4}, {"move": 4 * 3 * 2}),
+        ("flux", {"ring_cp": 2, "ring_cp_outer": 2}, {"move": 4 * 3 * 2}),
         ("flux", {"tp": 2}, {"all_reduce": 2 * 4 + 2 * 1}),
         ("wan", {"ulysses_cp": 2}, {"all_to_all": 2 * 4 + 2 * 2}),
     ],
@@ -105,6 +107,22 @@ def test_values(name: str, layout: dict[str, int]) -> None:
 def test_communication(name: str, layout: dict[str, int], counts: dict[str, int]) -> None:
     """Per attention, Ulysses exchanges query, keys, values and result, and a ring sends keys and values n - 1 times;
     no sequence is gathered but the result at the end."""
-    _, _, found = _run(name, layout)
-    assert found.pop("all_gather", 0) <= 1
+    found = _run(name, layout)[2].collectives
+    assert found.pop("all_gather", 0) <= len(layout)
     assert found == counts
+
+
+@pytest.mark.parametrize("layout", [{"ulysses_cp": 2}, {"ring_cp": 2}, {"ulysses_cp": 2, "ring_cp": 2}], ids=str)
+@pytest.mark.parametrize("name", ["sd3", "flux"])
+def test_no_device_holds_the_joint_sequence(name: str, layout: dict[str, int]) -> None:
+    """23 tokens of text and image: whatever has a dimension of that size is cut along it. Ulysses' own exchange, inside
+    of the attention, is the exception."""
+    found = 0
+    for line in _run(name, layout)[2].lines:
+        for text in line.outputs:
+            shape = [int(n) for n in re.findall(r"\d+", text[: text.index(")")])]
+            if 23 in shape and "embeddings" not in line.site:
+                found += 1
+                cut = re.findall(r"Shard\(dim=(\d+)", text)
+                assert cut == [str(shape.index(23))] * len(layout), f"{line.op} {text} {line.site}"
+    assert found > 10

@@ -6,7 +6,7 @@ live on the workers may change freely; plain tensors may not. Out of sight are t
 ``__dict__``, of library modules and of numpy arrays.
 
 Most of a model's state is attributes of its modules, which hardly ever change: they are compared only when, since the last
-time, an attribute of any module was set, or a parameter, buffer, module or hook registered. Parameters and buffers, which
+time, an attribute of one of them was set, or a parameter, buffer, module or hook registered. Parameters and buffers, which
 libraries also write past that, are compared always.
 """
 
@@ -38,7 +38,8 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _OF_TORCH = frozenset(vars(torch.nn.Module())) - {"training"}
 
 
-_changes = [0]  # how often some module was changed
+_changes = [0]  # how often some module that a state has seen was changed
+_seen: set[int] = set()  # their identities; one that another module has now makes a comparison too many
 _CHANGING = ("__setattr__", "__delattr__", "register_buffer", "register_parameter", "add_module")
 
 
@@ -48,9 +49,10 @@ def watch_modules() -> None:
 
     def counting(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
-        def change(*args: Any, **kwargs: Any) -> Any:
-            _changes[0] += 1
-            return method(*args, **kwargs)
+        def change(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if id(self) in _seen:
+                _changes[0] += 1
+            return method(self, *args, **kwargs)
 
         return change
 
@@ -183,6 +185,7 @@ class State:
 
     def _module(self, module: torch.nn.Module, path: str) -> Iterator[tuple[Any, str]]:
         own = vars(module)
+        _seen.add(id(module))
         self._of_modules.append(own)
         yield from self._entries(own, [k for k in own if k not in _OF_TORCH], path, ".{}", self._attributes)
         for name in ("_parameters", "_buffers"):
