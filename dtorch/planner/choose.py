@@ -16,6 +16,9 @@ _LOCAL = 0.02
 _ILLEGAL = float("inf")
 
 
+_Candidate = tuple[list[Placement], list[Placement], Label]
+
+
 @dataclass(frozen=True)
 class Choice:
     """Placements of every slot and result.
@@ -62,57 +65,50 @@ def choose(
     for axis, parts in enumerate(mesh.shape):
         current = [s.placements[axis] for s in specs]
         mode = context.mode(rule, specs, mesh, axis, len(rings))
-        if mode == "halo":
-            rings.append(axis)
-            cut["halo", rule.halo] = parts
-            for slot, row in enumerate(ins):
-                row.append(context.along_space(rule, None, slot))
-            for i in range(len(outs)):
-                outs[i].append(context.along_space(rule, i, None))
-                made[i].append(outs[i][-1])
-            continue
         if mode:
-            cuts = context.segments(rule, specs, axis)
-            if mode == "ring":
+            wanted_in, wanted_out, made_out, label = context.placements(mode, rule, specs, axis)
+            if mode != "ulysses":
                 rings.append(axis)
-            label = rule.heads if mode == "ulysses" else rule.sequence[0]
+        else:
+            costs = _Costs(rule, specs, current, parts, written)
+            candidates = _candidates(rule, current, sizes, cut, parts)
+            wanted_in, wanted_out, label = costs.cheapest(candidates, same)
+            made_out = wanted_out
+        if label is not None:
             cut[label] = cut.get(label, 1) * parts
-            for slot, labels in enumerate(rule.inputs):
-                heads = mode == "ulysses"
-                ins[slot].append(
-                    context.along_heads(rule, labels) if heads else context.along_sequence(rule, labels, cuts)
-                )
-            for i, labels in enumerate(rule.outputs):
-                outs[i].append(context.along_sequence(rule, labels, cuts))
-                made[i].append(outs[i][-1])
-                if mode == "ulysses":
-                    whole = label in rule.reduce and label not in labels
-                    made[i][-1] = Partial(rule.reduce[label]) if whole else context.along_heads(rule, labels)
-            continue
+        for row, p in zip((*ins, *outs, *made), (*wanted_in, *wanted_out, *made_out), strict=True):
+            row.append(p)
+    outputs, as_made = tuple(map(tuple, outs)), tuple(map(tuple, made))
+    return Choice(tuple(map(tuple, ins)), outputs, frozenset(cut), None if as_made == outputs else as_made, tuple(rings))
+
+
+@dataclass(frozen=True)
+class _Costs:
+    """What it costs to bring the slots from where they are on one mesh axis."""
+
+    rule: Rule
+    specs: Sequence[TensorSpec]
+    current: Sequence[Placement]
+    parts: int
+    written: frozenset[int]
+
+    def cheapest(self, candidates: Sequence[_Candidate], same: Mapping[int, int]) -> _Candidate:
+        """The first of the cheapest, with unread slots left where they are."""
         best_cost, best = _ILLEGAL, None
-        for candidate in _candidates(rule, current, sizes, cut, parts):
+        for candidate in candidates:
             if any(candidate[0][slot] != candidate[1][i] for i, slot in same.items()):
                 continue
             cost = 0.0
-            for slot, (spec, have, want) in enumerate(zip(specs, current, candidate[0], strict=True)):
-                if slot in rule.unused:
+            for slot, (spec, have, want) in enumerate(zip(self.specs, self.current, candidate[0], strict=True)):
+                if slot in self.rule.unused:
                     candidate[0][slot] = have
                     continue
-                move = _move_cost(spec, have, want, parts, current, rule)
-                cost += 2 * move if slot in written else move
+                move = _move_cost(spec, have, want, self.parts, self.current, self.rule)
+                cost += 2 * move if slot in self.written else move
             if cost < best_cost:
                 best_cost, best = cost, candidate
         assert best is not None, "replicating every input is always a candidate"
-        wanted_in, wanted_out, label = best
-        if label is not None:
-            cut[label] = cut.get(label, 1) * parts
-        for slot, p in enumerate(wanted_in):
-            ins[slot].append(p)
-        for i, p in enumerate(wanted_out):
-            outs[i].append(p)
-            made[i].append(p)
-    outputs, as_made = tuple(map(tuple, outs)), tuple(map(tuple, made))
-    return Choice(tuple(map(tuple, ins)), outputs, frozenset(cut), None if as_made == outputs else as_made, tuple(rings))
+        return best
 
 
 def _choose_entries(
@@ -132,9 +128,6 @@ def _choose_entries(
             outs[i] = placements
         cut |= choice.cut
     return Choice(tuple(ins), tuple(outs), cut)
-
-
-_Candidate = tuple[list[Placement], list[Placement], Label]
 
 
 def _candidates(

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import pairwise, product
 
-from dtorch.core.placements import REPLICATE, Placement, Shard
+from dtorch.core.placements import REPLICATE, Partial, Placement, Shard
 from dtorch.core.spec import MeshLayout, TensorSpec, dense_strides
 from dtorch.core.steps import Step
 from dtorch.planner.rule import Label, Labels, Rule
@@ -35,7 +35,29 @@ def mode(rule: Rule, specs: Sequence[TensorSpec], mesh: MeshLayout, axis: int, r
     return "ring" if kind == "ring_cp" and rule.ring else ""
 
 
-def segments(rule: Rule, specs: Sequence[TensorSpec], axis: int) -> dict[Label, tuple[int, ...]]:
+_Placed = tuple[list[Placement], list[Placement], list[Placement], Label]
+
+
+def placements(mode: str, rule: Rule, specs: Sequence[TensorSpec], axis: int) -> _Placed:
+    """Placements on the axis of slots, of results, and of results as the operator makes them; and the label cut."""
+    if mode == "halo":
+        assert rule.halo is not None
+        here = Shard(rule.halo[0])
+        outs: list[Placement] = [here if i == 0 else REPLICATE for i in range(len(rule.outputs))]
+        return [here if i == 0 else REPLICATE for i in range(len(specs))], outs, outs, ("halo", rule.halo)
+    cuts = _segments(rule, specs, axis)
+    outs = [_cut(labels, rule.sequence, cuts) for labels in rule.outputs]
+    if mode == "ring":
+        return [_cut(labels, rule.sequence, cuts) for labels in rule.inputs], outs, outs, rule.sequence[0]
+    heads = (rule.heads,)
+    made: list[Placement] = []
+    for labels in rule.outputs:
+        whole = rule.heads in rule.reduce and rule.heads not in labels
+        made.append(Partial(rule.reduce[rule.heads]) if whole else _cut(labels, heads, {}))
+    return [_cut(labels, heads, {}) for labels in rule.inputs], outs, made, rule.heads
+
+
+def _segments(rule: Rule, specs: Sequence[TensorSpec], axis: int) -> dict[Label, tuple[int, ...]]:
     """How the axis cuts the sequence dimensions: rows as the query's, columns as the key's, whatever segments they have."""
     found: dict[Label, tuple[int, ...]] = {}
     for labels, spec in zip(rule.inputs, specs, strict=True):
@@ -43,16 +65,6 @@ def segments(rule: Rule, specs: Sequence[TensorSpec], axis: int) -> dict[Label, 
         if isinstance(p, Shard) and labels[p.dim] in rule.sequence:
             found.setdefault(labels[p.dim], p.segments)
     return found
-
-
-def along_sequence(rule: Rule, labels: Labels, cuts: Mapping[Label, tuple[int, ...]]) -> Placement:
-    """Cut the sequence dimension of a tensor, if it has one, as ``segments`` says."""
-    return _cut(labels, rule.sequence, cuts)
-
-
-def along_heads(rule: Rule, labels: Labels) -> Placement:
-    """Cut the heads of a tensor, if it has them."""
-    return _cut(labels, (rule.heads,), {})
 
 
 def _cut(labels: Labels, wanted: Sequence[Label], cuts: Mapping[Label, tuple[int, ...]]) -> Placement:
@@ -67,12 +79,6 @@ def _has_halo(halo: tuple[int, int], spec: TensorSpec, axis: int) -> bool:
         return False
     smallest = spec.shape[dim] - (parts - 1) * -(-spec.shape[dim] // parts)
     return smallest >= max(width, 1)
-
-
-def along_space(rule: Rule, result: int | None, slot: int | None) -> Placement:
-    """What a halo's axis cuts: the first slot and the first result."""
-    assert rule.halo is not None
-    return Shard(rule.halo[0]) if 0 in (result, slot) else REPLICATE
 
 
 def halo_rounds(spec: TensorSpec, halo: tuple[int, int], axis: int) -> tuple[tuple[tuple[int, Step], ...], ...]:
