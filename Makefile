@@ -13,8 +13,9 @@ TESTING := $(VENV)/.testing-installed
 demo: $(RUNTIME)
 	$(VENV)/bin/dtorch run sd3 --prompt "a cat" --out cat.png
 
+# Two processes, each with the tests of whole files: a file's tests share a session.
 test: check
-	$(VENV)/bin/pytest -q
+	$(VENV)/bin/pytest -q -n 2 --dist loadfile
 
 check: $(TESTING)
 	$(VENV)/bin/ruff check .

@@ -2,6 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
 from tests.engine.conftest import mode, one_thread
 
 __all__ = ["mode", "one_thread"]
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What needs worker processes comes last, so that they start once."""
+    items.sort(key=_is_local)
+
+
+def _is_local(item: pytest.Item) -> bool:
+    spec = getattr(item, "callspec", None)
+    return HERE in item.path.parents and spec is not None and spec.params.get("mode") == "local"

@@ -90,7 +90,9 @@ def test_twenty_thousand_steps_over_processes(mode):
     dtorch.synchronize()
     gc.collect()
     for pid, kib in zip(pids, memory, strict=True):
-        assert resident(pid) < kib + 4096, f"process {pid} of {pids} grew from {kib} to {resident(pid)} KiB"
+        # The controller's log, shortened in idle moments, may reach its limit of 30 000 operators on a busy machine.
+        most = 32_768 if pid == pids[1] else 4096
+        assert resident(pid) < kib + most, f"process {pid} of {pids} grew from {kib} to {resident(pid)} KiB"
     after = sizes()
     for name, size in before.items():
         assert after[name] <= size + 350, f"{name} grew from {size} to {after[name]}"  # a batch may be on its way

@@ -46,7 +46,6 @@ def test_two_workers_get_what_one_worker_gets(tmp_path: Path) -> None:
     with peer("cases,native", 0, 2, tmp_path) as a, peer("cases,native", 1, 2, tmp_path) as b:
         assert [p.communicate()[0] for p in (a, b)] == ["done True\ndone True\n"] * 2
         assert (a.returncode, b.returncode) == (0, 0)
-    assert not [f for f in tmp_path.rglob("*") if f.is_file()]
 
 
 @pytest.mark.timeout(90)
