@@ -247,7 +247,7 @@ def init_device_mesh(
     Raises:
         PlacementError: a size below one, or a wrong number of names.
     """
-    shape = tuple(mesh_shape)
+    shape = tuple(mesh_shape) if isinstance(mesh_shape, Sequence) else ()
     if not shape or any(not isinstance(n, int) or n < 1 for n in shape):
         raise PlacementError(f"mesh_shape={mesh_shape}: give one size of at least 1 for each axis.")
     count = 1

@@ -47,6 +47,8 @@ class Shard(Placement):
     segments: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        if not all(isinstance(n, int) for n in (self.dim, *self.segments)):
+            raise PlacementError(f"Shard({self.dim!r}): a dimension, and lengths of segments, are whole numbers.")
         segments = tuple(n for n in self.segments if n)
         object.__setattr__(self, "segments", () if len(segments) == 1 and segments[0] > 0 else segments)
 

@@ -10,6 +10,9 @@ from typing import Any
 from dtorch.core.placements import Partial, Replicate
 from dtorch.core.spec import Box, TensorSpec, dense_strides
 
+ROWS = 2
+"""The dimension of images (samples, channels, rows, ...) along which neighbours exchange borders."""
+
 REDUCTIONS = ("all_reduce", "reduce_scatter")
 
 

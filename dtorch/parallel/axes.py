@@ -18,9 +18,10 @@ def axes(mesh: DeviceMesh, *kinds: str) -> list[int]:
     names = mesh.mesh_dim_names
     if names is None:
         raise PlacementError(f"{mesh} has no axis names; make it with mesh_dim_names=('dp', 'tp', ...).")
+    known = ", ".join(k for k in KINDS if axis_kind(k) == k)
     for name in names:
         if not axis_kind(name):
             raise PlacementError(
-                f"Mesh axis {name!r}: parallelize knows axes named {', '.join(KINDS)} (or such a name and _...)."
+                f"Mesh axis {name!r}: parallelize knows axes named {known} (or such a name and _...)."
             )
     return [a for a, name in enumerate(names) if axis_kind(name) in kinds and mesh.size(a) > 1]

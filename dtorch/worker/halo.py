@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from dtorch.core.steps import ROWS
 from dtorch.worker.kernels import KERNELS
 from dtorch.worker.ring import RINGS, Arguments, Ring
 
@@ -14,10 +15,8 @@ from dtorch.worker.ring import RINGS, Arguments, Ring
 def halo_convolution(ring: Ring, arguments: Sequence[Arguments]) -> list[Any]:
     """Raw results on each local device. Beyond the ends of the whole tensor there are zeros."""
     data = [args[0] for args, _ in arguments]
-    edge = ring.plan.rounds[0][0][1].src
     whole = ring.contexts[0].inputs[0]
-    dim = next(d for d in range(whole.ndim) if edge.shape[d] != whole.shape[d])
-    width = edge.local_shape(0)[dim]
+    dim, width = ROWS, ring.plan.rounds[0][0][1].src.local_shape(0)[ROWS]
     after = ring.send(0, 0, [x.narrow(dim, 0, width) for x in data])
     before = ring.send(1, 0, [x.narrow(dim, x.shape[dim] - width, width) for x in data])
     results = []

@@ -298,6 +298,11 @@ def test_placements_that_do_not_fit():
             assert isinstance(caught.value, ValueError)
     with pytest.raises(PlacementError, match="reduction must be one of sum, avg"):
         dtorch.Partial("median")
+    for wrong in ("x", 0.0):
+        with pytest.raises(PlacementError, match="are whole numbers"):
+            dtorch.Shard(wrong)  # type: ignore[arg-type]
+    with pytest.raises(PlacementError, match="mesh_shape=2"):
+        dtorch.init_device_mesh("cpu", 2)  # type: ignore[arg-type]
     with pytest.raises(PlacementError, match="use Replicate"):
         dtorch.zeros((), device_mesh=on, placements=[S0])
     with pytest.raises(PlacementError, match="is not a dtorch.DeviceMesh"):

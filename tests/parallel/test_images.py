@@ -35,6 +35,15 @@ def test_convolution(window: int, padding: int, dilation: int, devices: int, for
     assert explained.bytes == 2 * devices * rows
 
 
+def test_pieces_as_small_as_their_borders() -> None:
+    for devices, rows, padding in ((2, 2, 1), (4, 4, 1), (2, 4, 2)):
+        mesh = dtorch.init_device_mesh("cpu", (devices,))
+        x, weight = _x(3, 4, rows, 3), _x(6, 4, 3, 3)
+        mine = dtorch.Tensor(x, device_mesh=mesh, placements=[Shard(2)])
+        got = F.conv2d(mine, dtorch.Tensor(weight, device_mesh=mesh), padding=padding, dilation=padding)
+        torch.testing.assert_close(got.to_torch(), F.conv2d(x, weight, padding=padding, dilation=padding), rtol=1e-5, atol=1e-5)
+
+
 def test_too_few_rows_are_gathered() -> None:
     mesh = dtorch.init_device_mesh("cpu", (4,))
     x, weight = _x(1, 2, 5, 6), _x(3, 2, 3, 3)  # pieces of 2, 2, 1 and 0 rows

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from dtorch.core.steps import ROWS
 from dtorch.planner.call import Call
 from dtorch.planner.rule import Label, Labels, NoRule, Rule, rule
 from dtorch.planner.rules.named import UNLESS_EMPTY, leading, slots, sums, wanted
@@ -66,7 +67,7 @@ def _halo(call: Call, window: Sequence[int]) -> tuple[int, int] | None:
     stride, padding, dilation = (_at(call[x], 0) for x in ("stride", "padding", "dilation"))
     if call["transposed"] or stride != 1 or not padding or 2 * padding != dilation * (window[0] - 1):
         return None
-    return 2, padding
+    return ROWS, padding
 
 
 @rule("aten.convolution_backward")
