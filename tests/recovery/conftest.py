@@ -41,7 +41,8 @@ class Victims:
         return children(self.controller)[0]
 
     def kill(self, index: int = 0, signum: int = signal.SIGKILL) -> None:
-        """Kill the worker that was last known under this number; does not wait."""
+        """Kill the worker of this number, once the client knows of the one that is there; does not wait for more."""
+        assert wait_until(lambda: is_alive(self.graph.session.workers[index].pid))
         os.kill(self.graph.session.workers[index].pid, signum)
 
     def started(self, before: set[int]) -> list[int]:
