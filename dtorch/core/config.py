@@ -57,6 +57,8 @@ class SessionConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 0:
                 faults.append(f"{name}={value!r} must be a whole number, at least 0.")
+        if self.null_workers and self.workers is not None:
+            faults.append(f"workers={self.workers} and null_workers={self.null_workers}: give one of the two.")
         refuse(faults, DtorchError)
         if isinstance(self.file_roots, str):
             raise DtorchError(f"file_roots={self.file_roots!r} must be a list of directories.")

@@ -298,6 +298,8 @@ def test_placements_that_do_not_fit():
             assert isinstance(caught.value, ValueError)
     with pytest.raises(PlacementError, match="reduction must be one of sum, avg"):
         dtorch.Partial("median")
+    with pytest.raises(DtorchError, match="give one of the two"):
+        dtorch.Graph(mode="local", workers=2, null_workers=2)
     for wrong in ("x", 0.0):
         with pytest.raises(PlacementError, match="are whole numbers"):
             dtorch.Shard(wrong)  # type: ignore[arg-type]
