@@ -59,7 +59,7 @@ def _run_file(path: str) -> None:
     full_path = os.path.join(os.getcwd(), path)
     loader = importlib.machinery.SourceFileLoader("__main__", full_path)
     main.update(__file__=full_path, __loader__=loader, __cached__=None)
-    exec(compile(loader.get_data(full_path), full_path, "exec", dont_inherit=True), main)  # noqa: S102
+    exec(compile(loader.get_data(full_path), full_path, "exec", dont_inherit=True), main)  # noqa: S102  (the user's own script, as python runs it)
 
 
 def _wait_for_work() -> None:

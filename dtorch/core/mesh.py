@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh as _TorchDeviceMesh
+from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
 
 from dtorch.core.errors import PlacementError, refuse
 from dtorch.core.spec import MeshLayout
@@ -42,7 +42,7 @@ leave_device: Callable[[Any], None] = _no_device
 _ALIASES = {"ulysess_cp": "ulysses_cp", "ulysses_cp": "ulysess_cp"}
 
 
-class DeviceMesh(_TorchDeviceMesh):
+class DeviceMesh(TorchDeviceMesh):
     """Devices of one type arranged along one or several named axes.
 
     Args:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keyword
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +58,13 @@ class WirePlan:
     rounds: tuple[tuple[tuple[int, Step], ...], ...] = ()
 
 
+def _keyword(name: Any) -> str:
+    """The name of an argument. Workers write it into the code that they compile, so it may be nothing else."""
+    if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
+        raise ValueError(f"{name!r:.80} is no name of an argument")
+    return name
+
+
 def decode_plan(data: Any, specs: dict[int, TensorSpec], decode_value: Any) -> WirePlan:
     """A plan from its msgpack form, see ``client.lower.encode_plan``.
 
@@ -79,7 +87,7 @@ def decode_plan(data: Any, specs: dict[int, TensorSpec], decode_value: Any) -> W
             tuple(specs[s] for s in slots),
             int(numbers),
             [decode_value(a) for a in args],
-            {str(k): decode_value(v) for k, v in kwargs.items()},
+            {_keyword(k): decode_value(v) for k, v in kwargs.items()},
             steps(moves),
             steps(back),
             tuple(WireResult(None if s is None else specs[s], same, bool(alias)) for s, same, alias in results),

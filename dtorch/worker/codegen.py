@@ -1,7 +1,7 @@
 """Straight-line Python for the plans that a worker runs most.
 
 The text compiled here is made of fixed pieces and numbers only. Whatever came over the wire (constants, operators)
-enters through the function's namespace as a value, and keyword names are those of torch's own schema.
+enters through the function's namespace as a value; keyword names are checked when a plan is decoded.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def compile_simple(
         return name
 
     assert names is None or kwargs.keys() <= names
-    call = ", ".join([*map(text, args), *(f"{k}={text(v)}" for k, v in kwargs.items() if k.isidentifier())])
+    call = ", ".join([*map(text, args), *(f"{k}={text(v)}" for k, v in kwargs.items())])
     first = n + plan.numbers
     if len(plan.results) == 1 and new:
         body = f"s[c[i+{first}]] = [f({call})]"
@@ -96,7 +96,7 @@ def compile_simple(
         stores = "; ".join(f"s[o+{j}] = [r[{k}]]" for j, k in enumerate(new))
         body = f"r = f({call}); o = c[i+{first}]; {stores}"
     source = f"def run(s, c, i):\n    {body}\n    return i + {first + bool(new)}\n"
-    exec(compile(source, "<dtorch plan>", "exec"), constants)  # noqa: S102  (see the module's docstring)
+    exec(compile(source, "<dtorch plan>", "exec"), constants)  # noqa: S102  (numbers and checked names only)
     return constants["run"]  # type: ignore[no-any-return]
 
 

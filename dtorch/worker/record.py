@@ -431,7 +431,7 @@ class _Text:
                 return "[" + ", ".join(map(text, value)) + "]"
             return self._value(_filled(value, step.numbers, device))
 
-        named = (f"{name}={text(value)}" for name, value in kwargs.items() if name.isidentifier())
+        named = (f"{name}={text(value)}" for name, value in kwargs.items())
         return ", ".join([*map(text, args), *named])
 
     def _release(self, ended: list[int], k: int) -> None:
@@ -444,7 +444,7 @@ class _Text:
         if len(self._lines) == 1:
             self._line("return")
         source = "\n".join(self._lines) + "\n"
-        exec(compile(source, _FILE, "exec"), self._names)  # noqa: S102  (see the module's docstring)
+        exec(compile(source, _FILE, "exec"), self._names)  # noqa: S102  (numbers and checked names only)
         return self._names["run"]  # type: ignore[no-any-return]
 
     def where(self, error: Exception) -> tuple[int, int, dict[int, Locals]]:
