@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.conftest import mode, one_thread
+from tests.order import local_last
 
 __all__ = ["mode", "one_thread"]
 
@@ -15,9 +16,5 @@ HERE = Path(__file__).parent
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What needs worker processes comes last, so that they start once."""
-    items.sort(key=_is_local)
+    local_last(items, HERE)
 
-
-def _is_local(item: pytest.Item) -> bool:
-    spec = getattr(item, "callspec", None)
-    return HERE in item.path.parents and spec is not None and spec.params.get("mode") == "local"

@@ -12,6 +12,7 @@ import dtorch
 from dtorch.client import graph
 from dtorch.core.config import from_environment
 from tests.engine.helpers import OPTIONS
+from tests.order import local_last
 
 HERE = Path(__file__).parent
 _MANY_MESHES = 40  # of the 64 that a session can use
@@ -24,11 +25,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             # First, so that what a test says of itself wins; of two the last one is applied first.
             item.add_marker(pytest.mark.filterwarnings("ignore::dtorch.client.notices.FallbackWarning"), append=False)
             item.add_marker(pytest.mark.filterwarnings("error"), append=False)
-    items.sort(key=_is_local)
+    local_last(items, HERE)
 
-
-def _is_local(item: pytest.Item) -> bool:
-    return HERE in item.path.parents and getattr(item, "callspec", None) is not None and item.callspec.params.get("mode") == "local"  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -12,18 +12,15 @@ from safetensors.torch import save_file
 
 import dtorch
 from tests.engine.conftest import start
+from tests.order import local_last
 
 HERE = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What needs worker processes comes last, so that they start once."""
-    items.sort(key=_is_local)
+    local_last(items, HERE)
 
-
-def _is_local(item: pytest.Item) -> bool:
-    spec = getattr(item, "callspec", None)
-    return HERE in item.path.parents and spec is not None and spec.params.get("mode") == "local"
 
 
 @pytest.fixture(scope="session", autouse=True)
