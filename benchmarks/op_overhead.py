@@ -12,6 +12,7 @@ processors of their own; the end-to-end rows run on real workers.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import statistics
@@ -41,10 +42,12 @@ def operators(make: Callable[[Any], Any]) -> dict[str, Callable[[], Any]]:
 
 
 def per_call_us(call: Callable[[], Any], calls: int, settle: Callable[[], None]) -> float:
-    """Microseconds a call, after a warm-up; what is queued is settled outside of the timing."""
-    for _ in range(50):
+    """Microseconds a call, after a warm-up; what is queued and old garbage are settled outside of the timing."""
+    for _ in range(300):
         call()
     settle()
+    gc.collect()
+    gc.freeze()  # what the imports made: a full collection of it inside the timing would be a coin tossed
     start = time.perf_counter()
     for _ in range(calls):
         call()

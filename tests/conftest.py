@@ -14,6 +14,7 @@ import pytest
 
 from tests.transport.processes import tagged, wait_until
 
+_FOLDER: list[Path | None] = [None]  # whose tests ran last
 RUN_TAG = f"DTORCH_TEST_RUN={uuid.uuid4().hex}"
 
 
@@ -36,6 +37,15 @@ def nothing_is_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     directories = [str(path) for path in home.glob("dtorch-*")]
     assert not directories, f"session directories left behind: {directories}"
     assert wait_until(lambda: not _threads(), 2), f"threads left behind: {_threads()}"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_session(request: pytest.FixtureRequest) -> None:
+    """The files of a folder may share the default session; the next folder's begin without one, in whatever order."""
+    if request.path.parent != _FOLDER[0]:
+        _FOLDER[0] = request.path.parent
+        if "dtorch.api" in sys.modules:
+            sys.modules["dtorch.api"].shutdown()
 
 
 def _others() -> list[int]:

@@ -33,8 +33,10 @@ from dtorch.protocol import commands as C
 from dtorch.protocol.link import Ack, Link, Reply, Restarting, WorkerLost, WorkerUp
 from dtorch.protocol.values import encode_spec
 
-# A batch leaves when the stream holds this many values (about 64 operators), or after _LINGER_S.
+# A batch leaves when the stream holds this many values (about 64 operators), or after _LINGER_S; while workers have
+# enough to do, more go together: each costs the controller a message for every worker.
 _BATCH_VALUES = 320
+_BUSY_VALUES = 4 * _BATCH_VALUES
 _LINGER_S = 0.002
 # So long after a value turns out to be lost the report of the failure may come.
 _REPORT_S = 2.0
@@ -274,7 +276,7 @@ class Session:
         """
         if self.closed is not None:
             self.check_open()
-        if self._immediate or len(self.buf) > _BATCH_VALUES:
+        if self._immediate or len(self.buf) > self.limit >= 0:
             self.flush()
         elif self.limit < 0:
             self._start_timer()
@@ -311,6 +313,8 @@ class Session:
             self._send(commands, frames, size)
             if self._seq - self._acked > _UNSEEN:
                 self._drain(0.0)
+            if self.limit >= 0:
+                self.limit = _BATCH_VALUES if self._seq - self._acked <= _UNSEEN else _BUSY_VALUES
             while self._seq - self._acked > _WINDOW or sum(b for _, _, b in self._sent_ops) > _WINDOW_BYTES:
                 if not self._drain(None):
                     break

@@ -40,10 +40,21 @@ class Victims:
     def template(self) -> int:
         return children(self.controller)[0]
 
-    def kill(self, index: int = 0, signum: int = signal.SIGKILL) -> None:
-        """Kill the worker of this number, once the client knows of the one that is there; does not wait for more."""
-        assert wait_until(lambda: is_alive(self.graph.session.workers[index].pid))
-        os.kill(self.graph.session.workers[index].pid, signum)
+    def kill(self, *indices: int, signum: int = signal.SIGKILL) -> None:
+        """Kill the workers of these numbers, once the client knows of those that are there; does not wait for more.
+
+        All at one moment: when one is lost, the others are ended as well, and the client hears of the new ones later.
+        """
+        session = self.graph.session
+
+        def pids() -> list[int]:
+            with session.lock:
+                session._drain(0.0)
+                return [session.workers[index].pid for index in indices]
+
+        assert wait_until(lambda: all(map(is_alive, pids())))
+        for pid in pids():
+            os.kill(pid, signum)
 
     def started(self, before: set[int]) -> list[int]:
         """Workers that have been forked and are not among those before; waits for both."""

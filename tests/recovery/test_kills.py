@@ -75,12 +75,12 @@ def test_in_a_loop_of_small_operators(victims):
 def test_in_a_training_step(victims, signum):
     calm = train(pair())
     torch.manual_seed(0)
-    same(train(pair(), lambda step: victims.kill(step % 2, signum) if step == 7 else None), calm)
+    same(train(pair(), lambda step: victims.kill(step % 2, signum=signum) if step == 7 else None), calm)
 
 
 def test_with_parameters_in_pieces(victims):
     calm = train(pair(), zero=3)
-    same(train(pair(), lambda step: victims.kill() if step == 5 else None, zero=3), calm)
+    same(train(pair(), lambda step: victims.kill(0) if step == 5 else None, zero=3), calm)
 
 
 def test_within_collectives(victims):
@@ -91,7 +91,7 @@ def test_within_collectives(victims):
     for step in range(120):
         found.append((x.redistribute(placements=[S1]) @ y.redistribute(placements=[R])).sum(0))
         if step == 60:
-            victims.kill()
+            victims.kill(0)
     assert all(torch.equal(f.to_torch(), calm) for f in found)
 
 
@@ -114,7 +114,7 @@ def test_shapes_that_depend_on_values(victims):
     x = spread(torch.arange(20), pair(), S0)
     for step in range(20):
         if step == 10:
-            victims.kill()
+            victims.kill(0)
         assert (x > step).nonzero().shape == (19 - step, 1)
 
 
@@ -135,7 +135,7 @@ def test_values_from_files(victims, tmp_path):
     loaded = load_safetensors(tmp_path / "w.safetensors", pair(), {"a": [S0]})
     loaded["b"].add_(1)
     dtorch.synchronize()
-    victims.kill()
+    victims.kill(0)
     assert torch.equal(loaded["a"].to_torch(), value["a"])
     assert torch.equal(loaded["b"].to_torch(), value["b"] + 1)
 
@@ -148,7 +148,7 @@ def test_a_file_that_is_gone_is_named(victims, tmp_path):
     kept = spread(torch.ones(3), pair(), R)
     dtorch.synchronize()
     (tmp_path / "w.safetensors").unlink()
-    victims.kill()
+    victims.kill(0)
     with pytest.raises((OSError, RuntimeError), match=r"w\.safetensors"):
         lost.to_torch()
     assert torch.equal((kept + 1).to_torch(), torch.full((3,), 2.0))
@@ -174,7 +174,7 @@ def test_a_failure_is_told_once(victims):
     lost = x[torch.tensor([9])]
     with pytest.raises(IndexError, match="index 9"):
         dtorch.synchronize()
-    victims.kill()
+    victims.kill(0)
     dtorch.synchronize()
     assert x.sum().item() == 24
     with pytest.raises(IndexError, match="earlier failure"):
@@ -184,7 +184,7 @@ def test_a_failure_is_told_once(victims):
 def test_all_at_once_and_again_and_again(victims):
     x = torch.randn(8, 6)
     for _ in range(4):  # more often than workers may be started without getting further
-        got = loop(spread(x, pair(), S0), lambda step: [victims.kill(0), victims.kill(1)] if step == 150 else None)
+        got = loop(spread(x, pair(), S0), lambda step: victims.kill(0, 1) if step == 150 else None)
         assert torch.equal(got.to_torch(), loop(x))
         dtorch.synchronize()
 
@@ -207,17 +207,17 @@ def test_the_template(victims):
 def test_a_template_that_is_stopped(victims):
     x = spread(torch.ones(3), pair(), R)
     os.kill(victims.template, signal.SIGSTOP)
-    victims.kill()
+    victims.kill(0)
     assert torch.equal((x + 1).to_torch(), torch.full((3,), 2.0))
 
 
 def test_a_worker_that_goes_on_is_not_lost(victims):
     x = spread(torch.ones(3), pair(), R)
     before = victims.pids
-    victims.kill(0, signal.SIGSTOP)
+    victims.kill(0, signum=signal.SIGSTOP)
     y = x + 1
     time.sleep(0.3)
-    victims.kill(0, signal.SIGCONT)
+    victims.kill(0, signum=signal.SIGCONT)
     assert torch.equal(y.to_torch(), torch.full((3,), 2.0))
     assert victims.pids == before
 
