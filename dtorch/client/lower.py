@@ -12,7 +12,7 @@ from dtorch.client.session import Session
 from dtorch.core.spec import TensorSpec
 from dtorch.core.steps import Step
 from dtorch.core.torch_private import make_wrapper_subclass
-from dtorch.planner.call import Call
+from dtorch.planner.call import Call, draws
 from dtorch.planner.plan import Plan, Result
 from dtorch.protocol.values import DeviceSlot, GeneratorSlot, Number, Slot, encode
 
@@ -122,6 +122,7 @@ def mark(
     """Arguments with marks for tensors, changing scalars, devices and generators; and the count of scalars."""
     slots = iter(range(len(call.specs)))
     count = 0
+    random = draws(call)
 
     def convert(value: Any, number: bool) -> Any:
         nonlocal count
@@ -132,7 +133,7 @@ def mark(
         if isinstance(value, torch.device):
             return DeviceSlot()
         if isinstance(value, torch.Generator):
-            return GeneratorSlot()
+            return GeneratorSlot() if random else None
         if number and type(value) in (int, float):
             count += 1
             return Number(count - 1)
@@ -140,8 +141,6 @@ def mark(
 
     args = [convert(a, i in numbers_positional) for i, a in enumerate(call.args)]
     kwargs = {k: convert(v, k in number_names) for k, v in call.kwargs.items()}
-    if torch.Tag.nondeterministic_seeded in call.func.tags and any(
-        a.name == "generator" for a in call.func._schema.arguments
-    ):
+    if random and any(a.name == "generator" for a in call.func._schema.arguments):
         kwargs["generator"] = GeneratorSlot()
     return args, kwargs, count

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,20 +28,27 @@ class Poison:
     text: str
 
 
+# Namespaces whose operators a module of torch defines when it is imported.
+_DEFINED_IN = {"torch_nn": "torch.nn.modules.linear_cross_entropy"}
+
+
 def resolve(name: str) -> Any:
     """The operator of that name.
 
     Raises:
         ProtocolError: not an operator, or its namespace is not allowed.
+        NotImplementedError: the torch of this worker lacks it.
     """
     namespace, _, rest = name.partition("::")
     packet, _, overload = rest.partition(".")
     if namespace not in NAMESPACES or not packet.isidentifier() or not overload.isidentifier():
         raise ProtocolError(f"{name!r} is not an operator that a worker may run.")
     try:
+        if namespace in _DEFINED_IN:
+            importlib.import_module(_DEFINED_IN[namespace])
         return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
-    except AttributeError as e:
-        raise ProtocolError(f"this worker's torch {torch.__version__} has no operator {name!r}.") from e
+    except (AttributeError, ImportError) as e:
+        raise NotImplementedError(f"this worker's torch {torch.__version__} has no operator {name!r}.") from e
 
 
 class Program:
@@ -67,7 +75,11 @@ class Program:
         self.made = [made.get(k, r.spec) for k, r in enumerate(plan.results)]
         self._positions = positions
         self.absent = not any(positions[m] for m in meshes)
-        self.op = resolve(plan.op) if plan.op else None
+        self._missing = ""
+        try:
+            self.op = resolve(plan.op) if plan.op else None
+        except NotImplementedError as e:  # the operator fails, each time; this worker goes on
+            self.op, self._missing = None, str(e)
         self.simple: Callable[[dict[int, Any], list[Any], int], int] | None = None
         self.at = 0
         self.flat = True
@@ -180,6 +192,8 @@ class Program:
     ) -> list[list[torch.Tensor]]:
         """Results of every local device; ``exchange`` runs a redistribution step."""
         plan = self.plan
+        if self._missing:
+            raise NotImplementedError(self._missing)
         if plan.random:
             assert generator is not None
             raws = draw(plan, self.op, self.here, self._wanted(), inputs, numbers, generator, self._calls)

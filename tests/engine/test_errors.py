@@ -25,7 +25,7 @@ from dtorch.core.errors import (
     WorkerLostError,
 )
 from dtorch.worker.kernels import STAND_INS
-from tests.engine.helpers import OPTIONS, S0, S1, R, both_modes, full, mesh, run_program, same, spread
+from tests.engine.helpers import OPTIONS, S0, S1, R, both_modes, full, local_mode, mesh, run_program, same, spread
 
 HERE = __file__
 FAR = torch.tensor([1, 9])  # an index that no tensor here has
@@ -432,3 +432,38 @@ def test_strict_mode_names_operator_placements_and_the_legal_ones(mode):
             assert part in text
     assert isinstance(caught.value, PlacementError)
     same(a + b, full(a) + full(b))
+
+
+# -- operators -----------------------------------------------------------------------------------------------------
+@local_mode
+def test_an_operator_that_only_the_client_has(mode):
+    d = spread(torch.ones(6, 4), mesh(2), S0)
+    d.sum().item()  # the workers are there before it
+    library = torch.library.Library("torch_nn", "FRAGMENT")
+    library.define("only_here(Tensor x) -> Tensor")
+    library.impl("only_here", torch.clone, "CompositeExplicitAutograd")
+    before = dtorch.workers()
+    for _ in range(2):
+        with pytest.raises(dtorch.RemoteError, match=r"torch 2\.13.* has no operator 'torch_nn::only_here\.default'"):
+            torch.ops.torch_nn.only_here(d).to_torch()
+    same(d + 1, torch.full((6, 4), 2.0), [S0])
+    assert dtorch.workers() == before
+
+
+@both_modes
+def test_operators_that_torch_defines_when_they_are_first_called(mode):
+    from torch.nn.modules.linear_cross_entropy_options import LinearCrossEntropyOptions
+
+    x, w, target = torch.randn(6, 8), torch.randn(12, 8), torch.randint(12, (6,))
+    options = LinearCrossEntropyOptions(chunking_method=None, batch_chunk_size=2)
+    want = torch.nn.functional.linear_cross_entropy(x, w, target, options=options)
+    got = torch.nn.functional.linear_cross_entropy(
+        spread(x, mesh(2), S0), spread(w, mesh(2)), spread(target, mesh(2), S0), options=options
+    )
+    torch.testing.assert_close(full(got), want)
+
+
+@both_modes
+def test_what_could_draw_random_numbers_but_does_not(mode):
+    x = torch.randn(5)
+    same(torch.nn.functional.rrelu(spread(x, mesh(2), S0)), torch.nn.functional.rrelu(x), [S0])
