@@ -26,9 +26,9 @@ _CORE = {
 }  # fmt: skip
 _API = [
     "CaptureWarning", "DTensor", "FallbackWarning", "Generator", "Graph", "Tensor", "arange", "capture",
-    "distribute_tensor", "empty", "empty_like", "eye", "fallbacks", "full", "full_like", "init", "linspace", "ones",
-    "ones_like", "patch", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "shutdown", "strict",
-    "synchronize", "tensor", "workers", "zeros", "zeros_like", "explain",
+    "distribute_tensor", "empty", "empty_like", "eye", "fallbacks", "full", "full_like", "init", "linspace", "logspace",
+    "ones", "ones_like", "patch", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "randperm", "shutdown", "strict",
+    "synchronize", "tensor", "tril_indices", "triu_indices", "workers", "zeros", "zeros_like", "explain",
 ]
 _PUBLIC = {**_CORE, **dict.fromkeys(_API, "dtorch.api")}
 

@@ -128,7 +128,11 @@ full = _factory(torch.full, "A constant of the given size.")
 randint = _factory(torch.randint, "Random integers in [low, high): randint([low,] high, size).")
 arange = _factory(torch.arange, "Numbers from start to end: arange([start,] end[, step]).")
 linspace = _factory(torch.linspace, "``steps`` numbers from start to end inclusive.")
+logspace = _factory(torch.logspace, "``steps`` numbers from base^start to base^end, their exponents evenly spaced.")
 eye = _factory(torch.eye, "The identity matrix of n rows and m columns.")
+randperm = _factory(torch.randperm, "The integers from 0 to n - 1 in a random order.")
+tril_indices = _factory(torch.tril_indices, "Rows and columns of the lower triangle of a matrix, (2, count).")
+triu_indices = _factory(torch.triu_indices, "Rows and columns of the upper triangle of a matrix, (2, count).")
 
 
 def tensor(
@@ -177,8 +181,8 @@ Generator = random.Generator
 __all__ = [
     "CaptureWarning", "DTensor", "Explanation", "FallbackWarning", "Generator", "Graph", "SessionConfig", "Tensor",
     "arange", "capture",
-    "distribute_tensor", "empty", "empty_like", "explain", "eye", "fallbacks", "full", "full_like", "init", "linspace",
+    "distribute_tensor", "empty", "empty_like", "explain", "eye", "fallbacks", "full", "full_like", "init", "linspace", "logspace",
     "ones", "ones_like", "patch", "rand", "rand_like",
-    "randint", "randint_like", "randn", "randn_like", "shutdown", "strict", "synchronize", "tensor", "workers", "zeros",
-    "zeros_like",
+    "randint", "randint_like", "randn", "randn_like", "randperm", "shutdown", "strict", "synchronize", "tensor", "tril_indices", "triu_indices",
+    "workers", "zeros", "zeros_like",
 ]  # fmt: skip

@@ -41,14 +41,19 @@ class Shard(Placement):
         segments: lengths of consecutive parts of the dimension that are cut each for itself, so that every device has
             its piece of each: what ``cat`` makes of sharded tensors without moving anything. The pieces of a negative
             length go to the devices in reverse order: ``(n, -n)`` gives every device as many early as late indices.
+        unit: so many consecutive indices stay together, as the features of an attention head do: the pieces are as many
+            units as those of a dimension that has one index for each.
     """
 
     dim: int
     segments: tuple[int, ...] = ()
+    unit: int = 1
 
     def __post_init__(self) -> None:
-        if not all(isinstance(n, int) for n in (self.dim, *self.segments)):
-            raise PlacementError(f"Shard({self.dim!r}): a dimension, and lengths of segments, are whole numbers.")
+        if not all(isinstance(n, int) for n in (self.dim, self.unit, *self.segments)):
+            raise PlacementError(f"Shard({self.dim!r}): a dimension, lengths of segments and a unit are whole numbers.")
+        if self.unit < 1:
+            raise PlacementError(f"Shard({self.dim}, unit={self.unit}): a unit is at least 1 index.")
         segments = tuple(n for n in self.segments if n)
         object.__setattr__(self, "segments", () if len(segments) == 1 and segments[0] > 0 else segments)
 
@@ -57,13 +62,19 @@ class Shard(Placement):
             type(other).__name__ == "Shard"
             and getattr(other, "dim", None) == self.dim
             and getattr(other, "segments", ()) == self.segments
+            and getattr(other, "unit", 1) == self.unit
         )
 
     def __hash__(self) -> int:
-        return hash(("Shard", self.dim, self.segments))
+        return hash(("Shard", self.dim, self.segments, self.unit))
 
     def __repr__(self) -> str:
-        return f"Shard(dim={self.dim}, segments={self.segments})" if self.segments else f"Shard(dim={self.dim})"
+        segments = f", segments={self.segments}" if self.segments else ""
+        return f"Shard(dim={self.dim}{segments}{f', unit={self.unit}' if self.unit > 1 else ''})"
+
+    def along(self, dim: int) -> Shard:
+        """Another dimension cut as this one is."""
+        return Shard(dim, self.segments, self.unit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +164,6 @@ def _inside(p: Placement, axis: int, ndim: int) -> Placement:
     if not isinstance(p, Shard):
         return p
     if -ndim <= p.dim < ndim:
-        return Shard(p.dim % ndim, p.segments)
+        return p.along(p.dim % ndim)
     known = f"so the dimension must lie in [{-ndim}, {ndim - 1}]." if ndim else "use Replicate()."
     raise PlacementError(f"Shard({p.dim}) on mesh axis {axis}: the tensor has {ndim} dimensions, {known}")

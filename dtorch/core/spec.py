@@ -116,10 +116,10 @@ class MeshLayout(metaclass=Interned):
         return tuple(tuple(g) for g in found.values())
 
 
-def chunk(start: int, stop: int, parts: int, index: int) -> tuple[int, int]:
-    """The ``index``-th of ``parts`` pieces of ``[start, stop)``, each ``ceil(length / parts)`` long, the last ones short."""
-    length = stop - start
-    step = -(-length // parts) if length else 0
+def chunk(start: int, stop: int, parts: int, index: int, unit: int = 1) -> tuple[int, int]:
+    """The ``index``-th of ``parts`` pieces of ``[start, stop)``, each ``ceil(length / parts)`` long, the last ones short;
+    of units, where some indices stay together."""
+    step = -((start - stop) // (parts * unit)) * unit
     low = min(start + index * step, stop)
     return low, min(low + step, stop)
 
@@ -134,12 +134,12 @@ def local_spans(
             continue
         if not p.segments:
             length = sum(b - a for a, b in spans[p.dim])
-            spans[p.dim] = _within(spans[p.dim], *chunk(0, length, parts, index))
+            spans[p.dim] = _within(spans[p.dim], *chunk(0, length, parts, index, p.unit))
             continue
         found: list[Span] = []
         for n, (start, stop) in zip(p.segments, pairwise(accumulate(map(abs, p.segments), initial=0)), strict=True):
             mine = tuple((max(a, start), min(b, stop)) for a, b in spans[p.dim] if max(a, start) < min(b, stop))
-            low, high = chunk(0, sum(b - a for a, b in mine), parts, index if n > 0 else parts - 1 - index)
+            low, high = chunk(0, sum(b - a for a, b in mine), parts, index if n > 0 else parts - 1 - index, p.unit)
             found.extend(_within(mine, low, high) if low < high else ())
         spans[p.dim] = _joined(found) or ((shape[p.dim], shape[p.dim]),)
     return tuple(spans)

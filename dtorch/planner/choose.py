@@ -9,11 +9,12 @@ from dtorch.core.placements import REPLICATE, Partial, Placement, Replicate, Sha
 from dtorch.core.spec import MeshLayout, TensorSpec
 from dtorch.planner import context
 from dtorch.planner.rule import Label, Labels, Rule
-from dtorch.planner.segments import fold_candidates, joined_candidate, may_cut
+from dtorch.planner.segments import fold_candidates, how_cut, joined_candidate, unit_candidates
 
 # Relative cost of a local slice or mask against moving the same bytes between devices.
 _LOCAL = 0.02
 _ILLEGAL = float("inf")
+_PLAIN = Shard(0)
 
 
 _Candidate = tuple[list[Placement], list[Placement], Label]
@@ -135,18 +136,20 @@ def _candidates(
 ) -> list[_Candidate]:
     found: list[_Candidate] = []
     # Labels that an input is cut along come first, so that ties keep the first sharded input where it is.
-    present: dict[tuple[Label, tuple[int, ...]], None] = {}
+    present: dict[tuple[Label, Shard], None] = {}
     for labels, p in zip(rule.inputs, current, strict=True):
         if isinstance(p, Shard) and labels[p.dim] not in (None, rule.joined):
-            present.setdefault((labels[p.dim], p.segments if may_cut(rule, labels[p.dim]) else ()))
-    for label, segments in present:
-        if _divides(rule, label, sizes, cut.get(label, 1) * parts):
-            found.extend(_cut_candidate(rule, label, segments))
+            present.setdefault((labels[p.dim], how_cut(rule, labels[p.dim], p)))
+    for label, how in present:
+        if ("unit", label) not in cut and _divides(rule, label, sizes, cut.get(label, 1) * parts):
+            found.extend(_cut_candidate(rule, label, how))
     joined = joined_candidate(rule, current, parts) if rule.joined is not None else None
     if joined is not None:
         found.append(joined)
     if rule.folds:
         found.extend(fold_candidates(rule, current[0], parts))
+    if rule.scales:
+        found.extend(unit_candidates(rule, current[0], parts, cut))
     for slots in rule.linear:
         # Only when all of them wait already: hiding a whole tensor behind a mask would delay the reduction for nothing.
         ops = {p.reduce_op if isinstance((p := current[slot]), Partial) else "" for slot in slots}
@@ -178,9 +181,9 @@ def _divides(rule: Rule, label: Label, sizes: dict[Label, int], shards: int) -> 
     return label not in rule.units or rule.units[label] % shards == 0
 
 
-def _cut_candidate(rule: Rule, label: Label, segments: tuple[int, ...] = ()) -> list[_Candidate]:
+def _cut_candidate(rule: Rule, label: Label, how: Shard = _PLAIN) -> list[_Candidate]:
     def place(labels: Labels) -> Placement | None:
-        return Shard(labels.index(label), segments) if label in labels else None
+        return how.along(labels.index(label)) if label in labels else None
 
     ins = [place(labels) or REPLICATE for labels in rule.inputs]
     outs: list[Placement] = []

@@ -45,7 +45,7 @@ def placements(mode: str, rule: Rule, specs: Sequence[TensorSpec], axis: int) ->
         here = Shard(rule.halo[0])
         outs: list[Placement] = [here if i == 0 else REPLICATE for i in range(len(rule.outputs))]
         return [here if i == 0 else REPLICATE for i in range(len(specs))], outs, outs, ("halo", rule.halo)
-    cuts = _segments(rule, specs, axis)
+    cuts = _cuts(rule, specs, axis)
     outs = [_cut(labels, rule.sequence, cuts) for labels in rule.outputs]
     if mode == "ring":
         return [_cut(labels, rule.sequence, cuts) for labels in rule.inputs], outs, outs, rule.sequence[0]
@@ -57,19 +57,19 @@ def placements(mode: str, rule: Rule, specs: Sequence[TensorSpec], axis: int) ->
     return [_cut(labels, heads, {}) for labels in rule.inputs], outs, made, rule.heads
 
 
-def _segments(rule: Rule, specs: Sequence[TensorSpec], axis: int) -> dict[Label, tuple[int, ...]]:
+def _cuts(rule: Rule, specs: Sequence[TensorSpec], axis: int) -> dict[Label, Shard]:
     """How the axis cuts the sequence dimensions: rows as the query's, columns as the key's, whatever segments they have."""
-    found: dict[Label, tuple[int, ...]] = {}
+    found: dict[Label, Shard] = {}
     for labels, spec in zip(rule.inputs, specs, strict=True):
         p = spec.placements[axis]
         if isinstance(p, Shard) and labels[p.dim] in rule.sequence:
-            found.setdefault(labels[p.dim], p.segments)
+            found.setdefault(labels[p.dim], p)
     return found
 
 
-def _cut(labels: Labels, wanted: Sequence[Label], cuts: Mapping[Label, tuple[int, ...]]) -> Placement:
+def _cut(labels: Labels, wanted: Sequence[Label], cuts: Mapping[Label, Shard]) -> Placement:
     found = ((d, label) for d, label in enumerate(labels) if label is not None and label in wanted)
-    return next((Shard(d, cuts.get(label, ())) for d, label in found), REPLICATE)
+    return next((cuts.get(label, Shard(d)).along(d) for d, label in found), REPLICATE)
 
 
 def _has_halo(halo: tuple[int, int], spec: TensorSpec, axis: int) -> bool:

@@ -62,6 +62,7 @@ class Rule:
         resize: (argument name, index of result): the argument is replaced by that result's local shape.
         entries: for an operator on lists, the slots and results of each entry: no entry minds where others are.
         folds: dimensions that a reshape folds into one, or unfolds, see ``planner.segments``.
+        scales: for a label of a reshape, its size in the input and in the result, where they differ.
         in_order: labels that are never cut in segments: kernels ask for the one stretch of them that a device has.
         joined: a label whose dimensions are stretches of one line: what stands end to end after ``cat`` and is told
             apart again by ``split``. ``stretches`` has, for each slot and each result that has the label, from
@@ -86,6 +87,7 @@ class Rule:
     halo: tuple[int, int] | None = None
     entries: Sequence[tuple[Sequence[int], Sequence[int]]] = ()
     folds: Sequence[Fold] = ()
+    scales: Mapping[Label, tuple[int, int]] = field(default_factory=dict)
     in_order: frozenset[Label] = frozenset()
     joined: Label = None
     stretches: tuple[Mapping[int, Span], Mapping[int, Span]] = ({}, {})

@@ -10,7 +10,8 @@ Folding (samples, sequence) into one dimension, with the sequence cut, is the sa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Collection, Iterator, Sequence
 from itertools import accumulate, pairwise
 
 from dtorch.core.placements import REPLICATE, Placement, Shard
@@ -27,15 +28,12 @@ _MOST_SEGMENTS = 16
 """A dimension of more segments is made whole instead: each number of them is a placement of its own to plan for."""
 
 
-def may_cut(rule: Rule, label: Label) -> bool:
-    """Whether a label may be cut in segments."""
-    return (
-        label not in rule.units
-        and label not in rule.even
-        and label not in rule.in_order
-        and rule.kernels.get(label) in _ANY_PIECES
-        and rule.kernel in _ANY_PIECES
-    )
+def how_cut(rule: Rule, label: Label, p: Shard) -> Shard:
+    """How a label is cut where a slot is cut along it as ``p`` says: in segments and units, as far as the rule allows."""
+    if label in rule.units or label in rule.even:
+        return Shard(0)
+    any_pieces = rule.kernels.get(label) in _ANY_PIECES and rule.kernel in _ANY_PIECES
+    return Shard(0, p.segments if any_pieces and label not in rule.in_order else (), p.unit)
 
 
 def joined_candidate(
@@ -89,8 +87,32 @@ def fold_candidates(
             yield [current], [found], ("fold", fold.inner)
 
 
+def unit_candidates(
+    rule: Rule, current: Placement, parts: int, cut: Collection[Label]
+) -> Iterator[tuple[list[Placement], list[Placement], Label]]:
+    """Placements of a reshape whose outermost dimension is cut in uneven pieces: (heads, features) folded into one
+    dimension is cut between heads, and such a dimension, taken apart, has whole heads in every piece.
+
+    Args:
+        rule: of one input and one result.
+        current: placement of the input on the axis.
+        parts: number of devices of the axis.
+        cut: labels that axes before cut.
+    """
+    labels = rule.inputs[0]
+    if not isinstance(current, Shard) or current.segments or any(isinstance(c, tuple) and c[0] == "fold" for c in cut):
+        return
+    label = labels[current.dim]
+    before, after = rule.scales.get(label, (0, 0))
+    # Where the cut goes through heads, a device gets the rest of its own from others, if there are as many as devices.
+    for unit in (current.unit, before // math.gcd(before, after) if parts <= math.gcd(before, after) else 0):
+        if unit and not unit * after % before:
+            there = Shard(rule.outputs[0].index(label), (), unit * after // before)
+            yield [Shard(current.dim, (), unit)], [there], ("unit", label)
+
+
 def _together(p: Placement, fold: Fold, parts: int) -> Placement | None:
-    if not isinstance(p, Shard) or p.dim != fold.inner:
+    if not isinstance(p, Shard) or p.dim != fold.inner or p.unit > 1:
         return None
     one = p.segments or (fold.size,)
     if len(one) * fold.count > _MOST_SEGMENTS or (fold.row > 1 and any(n % parts for n in one)):
@@ -99,7 +121,7 @@ def _together(p: Placement, fold: Fold, parts: int) -> Placement | None:
 
 
 def _apart(p: Placement, fold: Fold, parts: int) -> Placement | None:
-    if not isinstance(p, Shard) or p.dim != fold.outer or len(p.segments) % fold.count:
+    if not isinstance(p, Shard) or p.dim != fold.outer or p.unit > 1 or len(p.segments) % fold.count:
         return None
     one = p.segments[: len(p.segments) // fold.count]
     if one * fold.count != p.segments or sum(map(abs, one)) != fold.size * fold.row:

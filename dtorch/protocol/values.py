@@ -123,9 +123,9 @@ def decode(data: Any) -> Any:
 
 
 def encode_placement(p: Placement) -> Any:
-    """Shard -> its dimension, or a list of that and its segments; Replicate -> ``None``; Partial -> its reduction."""
+    """Shard -> its dimension, or a list of that, its unit and its segments; Replicate -> ``None``; Partial -> its reduction."""
     if isinstance(p, Shard):
-        return [p.dim, *p.segments] if p.segments else p.dim
+        return [p.dim, p.unit, *p.segments] if p.segments or p.unit > 1 else p.dim
     return p.reduce_op if isinstance(p, Partial) else None
 
 
@@ -134,8 +134,8 @@ def decode_placement(data: Any) -> Placement:
     if data is None:
         return Replicate()
     if isinstance(data, list):
-        dim, *segments = map(int, data)
-        return Shard(dim, tuple(segments))
+        dim, unit, *segments = map(int, data)
+        return Shard(dim, tuple(segments), unit)
     return Shard(data) if isinstance(data, int) else Partial(data)
 
 

@@ -32,6 +32,7 @@ def reshape(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
     inputs: list[Label] = [None] * len(source)
     outputs: list[Label] = [None] * len(target)
     units: dict[Label, int] = {}
+    scales: dict[Label, tuple[int, int]] = {}
     folds: list[Fold] = []
     for number, (group_in, group_out) in enumerate(_groups(source, target) if call.first.numel else ()):
         a = next((d for d in group_in if source[d] != 1), None)
@@ -42,8 +43,11 @@ def reshape(call: Call, outs: Sequence[torch.Tensor]) -> Rule:
         folds += _folds(group_in, group_out, source, target)
         if source[a] != target[b]:
             # Cut between common multiples only: each piece is then a whole number of indices on both sides.
+            scales[number] = source[a], target[b]
             units[number] = math.gcd(source[a], target[b])
-    return Rule([tuple(inputs)], [tuple(outputs)], linear=_IDENTITY, units=units, resize=("size", 0), folds=folds)
+    return Rule(
+        [tuple(inputs)], [tuple(outputs)], linear=_IDENTITY, units=units, resize=("size", 0), folds=folds, scales=scales
+    )
 
 
 def _folds(
