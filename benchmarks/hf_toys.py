@@ -80,7 +80,8 @@ def _shrink(config: Any, sizes: dict[str, int]) -> None:
                 setattr(config, key, (kinds * 2)[: max(2, len(kinds))])
                 config.num_hidden_layers = len(getattr(config, key))
     if sizes is not _LAYERS and vars(config).get("kv_lora_rank"):  # every head has its own key and value
-        config.num_key_value_heads = config.num_attention_heads
+        with contextlib.suppress(Exception):  # one that differs from layer to layer
+            config.num_key_value_heads = config.num_attention_heads
         config.qk_head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
     if hasattr(config, "vision_feature_layers"):
         config.vision_feature_layers = [-1, -2]

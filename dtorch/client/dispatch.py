@@ -20,7 +20,7 @@ from dtorch.client.notices import is_strict, note_fallback, refuse_gather, refus
 from dtorch.client.probe import as_made, needs_probe
 from dtorch.client.session import Session
 from dtorch.client.sites import caller
-from dtorch.client.wrap import empty, live_shadow, put, reduced, to_host, wrap
+from dtorch.client.wrap import empty, is_alone, live_shadow, put, re_place, to_host, wrap
 from dtorch.core.errors import DtorchError
 from dtorch.core.placements import REPLICATE
 from dtorch.core.spec import TensorSpec
@@ -446,9 +446,9 @@ def replace_reduced(cls: Any, plan: Plan, args: tuple[Any, ...], kwargs: dict[st
     """
     slots = tensors_of(cls, args, kwargs)
     before = [slots[slot]._h.spec for slot, _ in plan.reduce]
-    for slot, _ in plan.reduce:
-        if slots[slot]._h.family is None:
-            reduced(slots[slot])
+    for slot, target in plan.reduce:
+        if is_alone(slots[slot]._h):
+            re_place(slots[slot]._h, target)
     return any(slots[slot]._h.spec is not spec for (slot, _), spec in zip(plan.reduce, before, strict=True))
 
 

@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
     """``aten.linear`` with a derivative, or ``NotImplemented`` where torch's parts serve as well or better."""
-    if not _ours(x, weight, bias) or x.dim() < 3 or weight.dim() != 2:
+    if not _ours(x, weight, bias) or x.dim() < 2 or weight.dim() != 2:
         return NotImplemented
     return _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
 

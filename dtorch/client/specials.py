@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dtorch.client import aliasing, dispatch
+from dtorch.client import aliasing, dispatch, factories
 from dtorch.client.dispatch import SPECIAL, Info, info_of, run
 from dtorch.client.saving import flat_tensor
 from dtorch.client.shadow import lose
@@ -80,6 +80,19 @@ def to_sparse(cls: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Distributed tensors are dense: what is made sparse is a plain tensor of the host."""
     with outside_of_dispatch(), torch.no_grad():
         return func(to_host(args[0]), *args[1:], **kwargs)
+
+
+# Attribute of a tensor: placements of what is made like it, where they are not its own (ZeRO's optimizer states).
+LIKE = "_like"
+
+
+@special(aten.zeros_like.default, aten.empty_like.default, aten.full_like.default)
+def like(cls: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Made where the tensor says."""
+    where = args[0].__dict__.get(LIKE)
+    if where is None or kwargs.get("device") is not None:
+        return run(cls, func, info_of(func), args, kwargs)
+    return factories.make_like(func, args[0], args[1:], kwargs, None, where, None)
 
 
 # -- between devices -----------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import mmap
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from sys import getrefcount
 from typing import Any
 
 import torch
@@ -159,12 +160,11 @@ def alias(t: Any) -> Any:
     return out
 
 
-def replace(t: Any, target: TensorSpec) -> None:
-    """Re-place a tensor itself: the same object, value and id, other placements.
+def re_place(h: Handle, target: TensorSpec) -> None:
+    """Re-place a tensor itself: the same object, value and id, other placements. It must be alone (``is_alone``).
 
     Threads may read one tensor at once. Commands that read a Partial tensor are appended under the same lock.
     """
-    h: Handle = t._h
     with h.session.lock:
         if h.spec is not target:
             emit_move(h.session, h.id, h.spec, h.id, target)
@@ -178,14 +178,24 @@ def live_shadow(h: Handle) -> Any:
     return h.shadow
 
 
+def is_alone(h: Handle) -> bool:
+    """Whether nothing shares its memory, and it shows all of it; so the gradient that autograd leaves, a view of one
+    that is gone."""
+    family = h.family
+    if family is None:
+        return True
+    # The handle's, the variable's and the argument's: no other handle is of the family.
+    return getrefcount(family) == 3 and h._view is None and family.nbytes == h.spec.nbytes and h.spec.is_dense
+
+
 def reduced(t: Any) -> Any:
     """The tensor without Partial axes: itself, re-placed when nothing shares its memory, else a copy."""
     h: Handle = t._h
     if not h.spec.has_partial:
         return t
     placements = tuple(REPLICATE if p.is_partial() else p for p in h.spec.placements)
-    if h.family is None:
-        replace(t, h.spec.replace(placements))
+    if is_alone(h):
+        re_place(h, h.spec.replace(placements))
         return t
     return move(t, moved_spec(h.session, h.spec, h.spec.mesh, placements))
 

@@ -246,6 +246,12 @@ class TensorSpec(metaclass=Interned):
         return any(isinstance(p, Partial) for p in self.placements)
 
     @cached_property
+    def is_dense(self) -> bool:
+        """Whether the elements fill their memory without gaps or overlaps, in some order of the dimensions."""
+        wanted = dense_strides(self.shape, self.shape, self.stride)
+        return all(n == 1 or a == b for n, a, b in zip(self.shape, self.stride, wanted, strict=True))
+
+    @cached_property
     def is_contiguous(self) -> bool:
         """Whether the global strides are row-major."""
         want = contiguous_strides(self.shape)

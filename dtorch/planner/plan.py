@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dtorch.core.placements import REPLICATE, Partial, Placement
+from dtorch.core.placements import REPLICATE, Placement, Shard
 from dtorch.core.spec import MeshLayout, TensorSpec
 from dtorch.core.steps import Step
 from dtorch.planner.call import Call, draws, is_view
@@ -196,7 +196,7 @@ def _assemble(
         if goal == spec.placements:
             wanted.append(spec)
             continue
-        reduced = _reduced(spec, goal)
+        reduced = _reduced(spec, goal, slot in written)
         if reduced is not None:
             reduce.append((slot, reduced))
         target = spec.replace(goal)
@@ -238,15 +238,13 @@ def _assemble(
     )  # fmt: skip
 
 
-def _reduced(spec: TensorSpec, goal: tuple[Placement, ...]) -> TensorSpec | None:
-    """The spec after reducing the axes on which a Partial becomes whole, if there are any."""
-    if not any(isinstance(p, Partial) and g.is_replicate() for p, g in zip(spec.placements, goal, strict=True)):
-        return None
-    return spec.replace(
-        tuple(
-            g if isinstance(p, Partial) and g.is_replicate() else p for p, g in zip(spec.placements, goal, strict=True)
-        )
+def _reduced(spec: TensorSpec, goal: tuple[Placement, ...], is_written: bool) -> TensorSpec | None:
+    """The spec after reducing the axes on which a Partial becomes whole, or cut and is not written; if there are any."""
+    placements = tuple(
+        g if p.is_partial() and (g.is_replicate() or (isinstance(g, Shard) and not is_written)) else p
+        for p, g in zip(spec.placements, goal, strict=True)
     )
+    return None if placements == spec.placements else spec.replace(placements)
 
 
 def _alias(
@@ -282,7 +280,7 @@ def _dynamic_plan(call: Call, mesh: MeshLayout) -> Plan:
         target = spec.replace((REPLICATE,) * mesh.ndim)
         wanted.append(target)
         if target.placements != spec.placements:
-            reduced = _reduced(spec, target.placements)
+            reduced = _reduced(spec, target.placements, is_written=True)
             if reduced is not None:
                 reduce.append((slot, reduced))
             moves.append((slot, plan_steps(spec, target)))
