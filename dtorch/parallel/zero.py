@@ -66,7 +66,7 @@ def _cut_states(p: DTensor, where: list[Placement], stage: int) -> None:
             if isinstance(p.grad, DTensor) and list(p.grad.placements) != where:
                 p.grad = p.grad.redistribute(placements=where)
 
-        p.register_post_accumulate_grad_hook(scatter)
+        p.register_post_accumulate_grad_hook(scatter)  # type: ignore[no-untyped-call]
 
 
 @cache
@@ -75,8 +75,10 @@ def _cut_made_otherwise() -> None:
 
     def cut(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for p, state in optimizer.state.items():
-            where = p.__dict__.get(LIKE) if isinstance(p, DTensor) else None
-            for value in state.values() if where is not None else ():
+            where: list[Placement] | None = p.__dict__.get(LIKE) if isinstance(p, DTensor) else None
+            if where is None:
+                continue
+            for value in state.values():
                 if isinstance(value, DTensor) and value.shape == p.shape and list(value.placements) != where:
                     _move(value, where)
 
@@ -123,7 +125,7 @@ def _gather_before_use(part: nn.Module, names: Sequence[str], dp_axes: Sequence[
                     re_place(handle, spec)
 
         for t in results:
-            t.register_hook(gather_again)
+            t.register_hook(gather_again)  # type: ignore[no-untyped-call]
 
     part.register_forward_pre_hook(gather)
     part.register_forward_hook(drop, always_call=True)
