@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 """Forward passes side by side: torch eager, dtorch, dtorch captured; all on one device with one computing thread.
 
-    python benchmarks/capture.py [--repeats 60] [--json FILE]
+    python benchmarks/capture.py [--repeats 60] [--compile] [--json FILE]
 
 The implementations take turns in one process, call by call, so that a drift of the machine's speed hits all alike. End to
 end is from the call until the result's values are here. Client is the time the call itself keeps the program, while the
 workers have nothing else to do; its processor time is measured as well, since on a machine with other work the clock
-counts that. Figures are medians, with the 10th and 90th percentile; ratios to torch are medians of ratios within a round.
+counts that. With ``--compile`` also torch.compile in this process, and dtorch captured with ``compile=True``. Figures are medians, with the 10th and 90th percentile; ratios to torch are medians of ratios within a round.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ import torch
 
 import dtorch
 
-KINDS = ("torch", "dtorch", "captured")
+KINDS = ["torch", "dtorch", "captured"]
+COMPILED = ["torch.compile", "compiled"]
 
 
 def llama() -> tuple[torch.nn.Module, dict[str, torch.Tensor], Callable[[Any, dict[str, Any]], Any]]:
@@ -65,25 +66,36 @@ MODELS = {"llama": llama, "sd3": sd3}
 MODES = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
 
 
-def measure(name: str, repeats: int) -> dict[str, Any]:
+def measure(name: str, repeats: int, compiling: bool) -> dict[str, Any]:
     """Times in milliseconds of every repeat, by kind of time and implementation."""
     torch.manual_seed(0)
     plain, inputs, call = MODELS[name]()
     ours = copy.deepcopy(plain).to("dtorch")
     there = {k: v.to("dtorch") for k, v in inputs.items()}
-    captured = dtorch.capture(ours)
+    captured, compiled = dtorch.capture(ours), dtorch.capture(ours, compile=True)
     runs: dict[str, Callable[[], Any]] = {
         "torch": lambda: call(plain, inputs),
         "dtorch": lambda: call(ours, there),
         "captured": lambda: call(captured, there),
     }
+    if compiling:
+        by_torch = torch.compile(plain, dynamic=False)
+        runs |= {"torch.compile": lambda: call(by_torch, inputs), "compiled": lambda: call(compiled, there)}
     for _ in range(6):
-        results = [f() for f in runs.values()]
-    want, *others = (r.to_torch() if isinstance(r, dtorch.DTensor) else r for r in results)
-    assert all(torch.equal(want, other) for other in others), f"{name}: values differ"
+        results = {kind: f() for kind, f in runs.items()}
+    values = {kind: r.to_torch() if isinstance(r, dtorch.DTensor) else r for kind, r in results.items()}
+    assert all(torch.equal(values["torch"], values[kind]) for kind in KINDS), f"{name}: values differ"
     assert captured.replays, captured.refusals
+    if compiling:
+        # The worker compiles beside its work; its last bits tell when it is done.
+        end = time.monotonic() + 300
+        while torch.equal(runs["compiled"]().to_torch(), values["torch"]):
+            assert time.monotonic() < end, "not compiled after 300 s, or to the very same bits"
+            time.sleep(1)
+        for kind in COMPILED:
+            torch.testing.assert_close(values[kind], values["torch"], rtol=1e-3, atol=1e-4)
     times: dict[str, dict[str, list[float]]] = {
-        kind: {f: [] for f in KINDS} for kind in ("client", "client_cpu", "end_to_end")
+        kind: {f: [] for f in runs} for kind in ("client", "client_cpu", "end_to_end")
     }
     for _ in range(repeats):
         for f, run in runs.items():
@@ -109,25 +121,28 @@ def summary(values: list[float]) -> dict[str, float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=60)
+    parser.add_argument("--compile", action="store_true", help="torch.compile, and capture(compile=True), as well")
     parser.add_argument("--json", default=None)
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dtorch.init(mode="local", workers=1, threads=1)
     report: dict[str, Any] = {}
-    print(f"{'ms: median (10 % to 90 %)':32s}" + "".join(f"{f:>26s}" for f in KINDS) + f"{'captured / torch':>18s}")
+    kinds = KINDS + (COMPILED if args.compile else [])
+    pairs = [("captured", "torch"), *([("compiled", "torch.compile")] if args.compile else [])]
+    heads = [f"{a} / {b}" for a, b in pairs]
+    print(f"{'ms: median (10 % to 90 %)':32s}" + "".join(f"{f:>26s}" for f in kinds) + "".join(f"{h:>26s}" for h in heads))
     for name in MODELS:
         for mode, entered in MODES.items():
             with entered():
-                times = measure(name, args.repeats)
+                times = measure(name, args.repeats, args.compile)
             for kind, by_run in times.items():
                 rows = {f: summary(values) for f, values in by_run.items()}
-                ratio = statistics.median(
-                    a / b for a, b in zip(by_run["captured"], by_run["torch"], strict=True)
-                )
-                report[f"{name} {mode} {kind}"] = {**rows, "ratio": ratio}
+                ratios = [statistics.median(x / y for x, y in zip(by_run[a], by_run[b], strict=True)) for a, b in pairs]
+                report[f"{name} {mode} {kind}"] = {**rows, **dict(zip(heads, ratios, strict=True))}
                 cells = (f"{r['median']:.2f} ({r['p10']:.2f} to {r['p90']:.2f})" for r in rows.values())
-                print(f"{name + ' ' + mode + ' ' + kind:32s}" + "".join(f"{c:>26s}" for c in cells) + f"{ratio:18.3f}")
+                line = name + " " + mode + " " + kind
+                print(f"{line:32s}" + "".join(f"{c:>26s}" for c in cells) + "".join(f"{r:26.3f}" for r in ratios))
     dtorch.shutdown()
     if args.json:
         Path(args.json).write_text(json.dumps(report, indent=1), encoding="utf-8")

@@ -19,16 +19,20 @@ _CORE = {
     "WorkerLostError": "dtorch.core.errors", "SessionClosedError": "dtorch.core.errors",
     "CommError": "dtorch.core.errors", "ControllerLostError": "dtorch.core.errors",
     "ProtocolError": "dtorch.core.errors",
+    "LoadError": "dtorch.core.errors", "SaveError": "dtorch.core.errors",
     "TensorFuture": "dtorch.client.future",
+    "profile": "dtorch.client.profile",
     "memory_stats": "dtorch.client.memory", "reset_peak_memory_stats": "dtorch.client.memory",
+    "empty_cache": "dtorch.client.memory", "memory_summary": "dtorch.client.memory_summary",
     "parallelize": "dtorch.parallel", "describe": "dtorch.parallel", "suggest": "dtorch.parallel.suggest",
     "forecast": "dtorch.parallel.forecast", "assign_layers_to_stages": "dtorch.parallel",
 }  # fmt: skip
 _API = [
-    "CaptureWarning", "DTensor", "FallbackWarning", "Generator", "Graph", "Tensor", "arange", "capture",
-    "distribute_tensor", "empty", "empty_like", "eye", "fallbacks", "full", "full_like", "init", "linspace", "logspace",
-    "ones", "ones_like", "patch", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "randperm", "shutdown", "strict",
-    "synchronize", "tensor", "tril_indices", "triu_indices", "workers", "zeros", "zeros_like", "explain",
+    "CaptureWarning", "DTensor", "FallbackWarning", "Generator", "Graph", "PendingSave", "RandomState", "Tensor",
+    "arange", "capture", "connect", "distribute_tensor", "empty", "empty_like", "explain", "eye", "fallbacks", "full",
+    "full_like", "init", "linspace", "load", "logspace", "ones", "ones_like", "patch", "plan_stats", "rand",
+    "rand_like", "randint", "randint_like", "randn", "randn_like", "randperm", "save", "shutdown", "strict",
+    "synchronize", "tensor", "tril_indices", "triu_indices", "workers", "zeros", "zeros_like",
 ]
 _PUBLIC = {**_CORE, **dict.fromkeys(_API, "dtorch.api")}
 
@@ -52,7 +56,7 @@ def __getattr__(name: str) -> Any:
 
 _MISSING = object()
 _SUBPACKAGES = frozenset({
-    "api", "cli", "client", "comm", "controller", "core", "launch", "models", "native", "nn", "parallel", "patches",
+    "api", "cli", "client", "cluster", "comm", "controller", "core", "launch", "models", "native", "nn", "parallel", "patches",
     "planner", "protocol", "worker",
 })
 

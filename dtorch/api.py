@@ -9,7 +9,8 @@ import torch
 
 from dtorch.client import backend, factories, graph, random
 from dtorch.client.capture import CaptureWarning, capture
-from dtorch.client.explain import Explanation, explain
+from dtorch.client.checkpoint import PendingSave, RandomState, load, save
+from dtorch.client.explain import Explanation, explain, plan_stats
 from dtorch.client.graph import Graph
 from dtorch.client.notices import FallbackWarning, fallbacks, strict
 from dtorch.client.tensor import DTensor, distribute_tensor
@@ -37,20 +38,24 @@ def init(
     restarts: int | None = None,
     log_operators: int | None = None,
     log_bytes: int | None = None,
+    memory_limit: int | None = None,
 ) -> None:
     """Start the default session. Optional: the first use starts it with these defaults.
 
     Args:
-        mode: ``"local"`` (child processes, the default) or ``"inline"`` (this process); DTORCH_MODE.
+        mode: ``"local"`` (child processes, the default), ``"inline"`` (this process) or ``"cluster"`` (see ``connect``);
+            DTORCH_MODE.
         workers: most worker processes; by default one per core. Further devices share them.
         device_type: physical devices, ``"cpu"`` or ``"cuda"``.
         max_devices: number of devices that meshes may name.
         threads: computing threads of each worker; by default cores divided by workers, at most torch's in this process.
         strict: hidden redistributions are errors.
         null_workers: for measuring: this many workers that do nothing.
-        file_roots: directories below which workers may read files; by default every file that you may read;
+        file_roots: directories below which workers may read and write files; by default wherever you may;
             DTORCH_FILE_ROOTS.
         restarts: how often in a row lost workers are started again, and brought to where they were (3); 0: never.
+        memory_limit: bytes that tensors may occupy on each device; an operator that needs more raises an error of torch's
+            ``OutOfMemoryError``, and those after it work. By default as much as there is.
         log_operators, log_bytes: what is kept to repeat then, at most, before workers write snapshots.
 
     Raises:
@@ -59,7 +64,35 @@ def init(
     graph.init(
         mode=mode, workers=workers, device_type=device_type, max_devices=max_devices, threads=threads, strict=strict,
         null_workers=null_workers, file_roots=file_roots, restarts=restarts, log_operators=log_operators,
-        log_bytes=log_bytes,
+        log_bytes=log_bytes, memory_limit=memory_limit,
+    )  # fmt: skip
+
+
+def connect(
+    address: str | None = None,
+    *,
+    token: str | None = None,
+    keys: str | None = None,
+    workers: int | None = None,
+    device_type: str | None = None,
+    strict: bool | None = None,
+    restarts: int | None = None,
+) -> None:
+    """Start the default session on a pool of other machines (docs/cluster.md).
+
+    Args:
+        address: of the pool's controller, ``tcp://host:port``; DTORCH_ADDRESS.
+        token: from ``dtorch token``; DTORCH_TOKEN.
+        keys: directory with ``server.pub`` and ``client.key``, from ``dtorch keys``; DTORCH_KEYS.
+        workers, device_type, strict, restarts: see ``init``.
+
+    Raises:
+        DtorchError: something is not given, or a session with other options is running.
+        CommError: the pool is not there, or does not let this client in; the text says why.
+    """
+    graph.init(
+        mode="cluster", address=address, token=token, keys=keys, workers=workers, device_type=device_type, strict=strict,
+        restarts=restarts,
     )  # fmt: skip
 
 
@@ -179,10 +212,9 @@ randint_like = _like(torch.randint_like)
 Generator = random.Generator
 
 __all__ = [
-    "CaptureWarning", "DTensor", "Explanation", "FallbackWarning", "Generator", "Graph", "SessionConfig", "Tensor",
-    "arange", "capture",
-    "distribute_tensor", "empty", "empty_like", "explain", "eye", "fallbacks", "full", "full_like", "init", "linspace", "logspace",
-    "ones", "ones_like", "patch", "rand", "rand_like",
-    "randint", "randint_like", "randn", "randn_like", "randperm", "shutdown", "strict", "synchronize", "tensor", "tril_indices", "triu_indices",
-    "workers", "zeros", "zeros_like",
+    "CaptureWarning", "DTensor", "Explanation", "FallbackWarning", "Generator", "Graph", "PendingSave", "RandomState",
+    "SessionConfig", "Tensor", "arange", "capture", "connect", "distribute_tensor", "empty", "empty_like", "explain",
+    "eye", "fallbacks", "full", "full_like", "init", "linspace", "load", "logspace", "ones", "ones_like", "patch",
+    "plan_stats", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "randperm", "save", "shutdown",
+    "strict", "synchronize", "tensor", "tril_indices", "triu_indices", "workers", "zeros", "zeros_like",
 ]  # fmt: skip

@@ -15,7 +15,7 @@ PACKAGE = ROOT / "dtorch"
 # Higher layers may import lower ones; modules of one rank only themselves.
 RANK = {
     "core": 0, "native": 0, "comm": 1, "protocol": 2, "planner": 3, "client": 4, "controller": 4, "worker": 4,
-    "launch": 5, "parallel": 6, "nn": 7, "api": 8, "autoload": 8, "cli": 9,
+    "launch": 5, "cluster": 6, "parallel": 6, "nn": 7, "api": 8, "autoload": 8, "cli": 9,
 }  # fmt: skip
 MAX_LINES = 600
 # Reads of the environment outside core/config.py, each with its reason.
@@ -24,6 +24,8 @@ ENVIRONMENT = {
     "native/build.py",  # runs before the package is installed
     "controller/spawner.py",  # hands the environment on to the template
     "launch/local.py",  # hands the environment on to its children
+    "cluster/agent.py",  # sets what its zygote inherits, before it imports torch
+    "launch/cluster.py",  # hands the environment on to the bridge
     "launch/template.py",  # sets a worker's environment
 }
 
@@ -82,7 +84,8 @@ def test_private_torch_names_live_in_one_module() -> None:
 
 
 def test_nothing_unpickles() -> None:
-    wrong = [str(p) for p in sources() if re.search(r"\b(pickle|cloudpickle|dill)\.(loads?|Unpickler)\b", p.read_text())]
+    allowed = {"client/checkpoint/dcp.py"}  # another library's index, by an unpickler that knows its classes only
+    wrong = [str(p) for p in sources() if not str(p).endswith(tuple(allowed)) and re.search(r"\b(pickle|cloudpickle|dill)\.(loads?|Unpickler)\b", p.read_text())]
     assert not wrong
 
 

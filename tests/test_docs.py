@@ -30,7 +30,7 @@ def test_blocks_run(page: Path, tmp_path: Path) -> None:
         script.write_text(code, encoding="utf-8")
     env = {**os.environ, "DTORCH_MODE": "inline", "XDG_CACHE_HOME": str(tmp_path)}  # many devices in one process
     command = [sys.executable, "-c", RUN, *map(str, scripts)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=200, env=env)
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=200, env=env, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from dtorch.core.errors import PlacementError
 from dtorch.models import ModelInputError
 
 
@@ -50,7 +51,7 @@ def one_line_errors(debug: bool) -> Iterator[None]:
             traceback.print_exc()
         if isinstance(error, CliError):
             raise
-        if isinstance(error, ModelInputError):
+        if isinstance(error, (ModelInputError, PlacementError)):
             raise InputError(str(error)) from error
         text = f"{type(error).__name__}: {error}"
         raise FailureError(text if debug else f"{text.rstrip('.')}. Add --debug for the traceback.") from error

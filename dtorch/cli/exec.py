@@ -11,6 +11,7 @@ import typer
 from dtorch.cli.errors import InputError, one_line_errors
 from dtorch.cli.image_job import Mode
 from dtorch.cli.mesh_option import MeshShape, parse_mesh
+from dtorch.cli.session import profiled
 
 
 def exec_(
@@ -23,6 +24,9 @@ def exec_(
         str | None, typer.Option(help="Axes of the mesh that stands for the CUDA device, such as dp=2.")
     ] = None,
     mode: Annotated[Mode | None, typer.Option(help="Workers in this process, or as child processes.")] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="File for a timeline of client and workers, which Perfetto opens.")
+    ] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Keep dtorch's own lines in tracebacks.")] = False,
 ) -> None:
     """Run a script written for one CUDA device on a mesh of devices.
@@ -36,7 +40,7 @@ def exec_(
         place = _prepare(shape, mode)
     from dtorch.cli.main_program import run_main_program
 
-    with place:
+    with place, profiled(profile):
         run_main_program(target, arguments or [], as_module=module, keep_frames=debug)
 
 

@@ -11,7 +11,7 @@ from dtorch.cli.demo import usable_demo
 from dtorch.cli.mesh_option import MeshShape
 from dtorch.cli.output import save_pictures
 from dtorch.cli.progress import Stages
-from dtorch.cli.session import on_mesh, worker_report
+from dtorch.cli.session import on_mesh, profiled, worker_report
 from dtorch.models import ModelEntry
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ class ImageJob:
     width: int | None
     seed: int
     check: bool
+    profile: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def run_image_job(job: ImageJob, stages: Stages) -> ImageResult:
     folder = job.folder or usable_demo(job.entry, stages, lambda demo: check_folder(demo, job.entry.pipeline_name))
     with stages.stage("load"):
         pipe, request = _load(job, folder)
-    with on_mesh(job.shape, mode, stages) as mesh:
+    with on_mesh(job.shape, mode, stages) as mesh, profiled(job.profile):
         with stages.stage("place"):
             _place(pipe, mesh)
         with stages.stage("draw", total=request.steps):

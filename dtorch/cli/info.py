@@ -6,11 +6,14 @@ import json
 import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dtorch.cli.errors import one_line_errors
+
+if TYPE_CHECKING:
+    from dtorch.core.config import SessionConfig
 
 PACKAGES = ("torch", "diffusers", "transformers", "pyzmq")
 
@@ -38,15 +41,26 @@ def _facts() -> dict[str, Any]:
     import dtorch
     from dtorch.core.config import from_environment
 
+    config = from_environment()
     return {
         "dtorch": dtorch.__version__,
         "python": platform.python_version(),
         **{name: _version(name) for name in PACKAGES},
         "devices": _devices(),
-        "mode": from_environment().mode,
+        "mode": config.mode,
+        **({"pool": _pool(config)} if config.mode == "cluster" else {}),
         "native part": _native_part(),
         "patches": _patches(),
     }
+
+
+def _pool(config: SessionConfig) -> list[str]:
+    """The pool's places for workers, with how many there are, and its sessions."""
+    from dtorch.cluster.bridge import look
+    from dtorch.cluster.options import ConnectOptions, checked
+
+    found = look(checked(ConnectOptions, address=config.address, token=config.token, keys=config.keys))
+    return [*found.slots, *(f"session {session}" for session in found.sessions)]
 
 
 def _version(package: str) -> str:

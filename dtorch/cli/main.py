@@ -8,6 +8,7 @@ import typer
 
 import dtorch
 from dtorch.cli.bench_links import bench_links
+from dtorch.cli.cluster import controller, keys, token, worker
 from dtorch.cli.errors import OneLineGroup
 from dtorch.cli.exec import exec_
 from dtorch.cli.generate import generate
@@ -44,6 +45,10 @@ app.command("exec", context_settings={"allow_interspersed_args": False})(exec_)
 app.command()(plan)
 app.command()(suggest)
 app.command("bench-links")(bench_links)
+app.command()(keys)
+app.command()(token)
+app.command()(controller)
+app.command()(worker)
 app.command()(info)
 app.command()(models)
 

@@ -53,6 +53,7 @@ def as_values(found: Any) -> dict[str, Any]:
         "bytes_per_device": found.bytes_per_device,
         "parameter_bytes": {str(device): n for device, n in found.parameters.bytes_by_device.items()},
         "layers": layers,
+        "notes": list(found.parameters.notes),
     }
 
 

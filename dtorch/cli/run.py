@@ -47,6 +47,9 @@ def run(
     check: Annotated[
         bool, typer.Option("--check", help="Also draw with plain diffusers in this process, and compare the pixels.")
     ] = False,
+    profile: Annotated[
+        Path | None, typer.Option(help="File for a timeline of client and workers, which Perfetto opens.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
@@ -73,6 +76,7 @@ def run(
             width=width,
             seed=seed,
             check=check,
+            profile=profile,
         )
         with Stages() as stages:
             result = run_image_job(job, stages)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import typer
 
 from dtorch.cli.mesh_option import MeshShape
 from dtorch.cli.progress import Stages
@@ -26,6 +29,21 @@ def on_mesh(shape: MeshShape, mode: str, stages: Stages) -> Iterator[DeviceMesh]
             yield mesh
     finally:
         dtorch.shutdown()
+
+
+@contextmanager
+def profiled(path: Path | None) -> Iterator[None]:
+    """Write a profile of the block to a file, and say on the error stream what is in it; or, without a path, nothing."""
+    if path is None:
+        yield
+        return
+    import dtorch
+
+    with dtorch.profile(path) as profile:
+        yield
+    typer.echo(profile.summary(), err=True)
+    for advice in profile.advice():
+        typer.echo(str(advice), err=True)
 
 
 def worker_report() -> list[dict[str, Any]]:

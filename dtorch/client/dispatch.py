@@ -15,18 +15,20 @@ import torch
 
 from dtorch.client import aliasing, random, shadow
 from dtorch.client.handle import Family, Handle
-from dtorch.client.lower import Ready, encode_plan, mark
+from dtorch.client.lower import Ready, encode_like, encode_plan, mark
 from dtorch.client.notices import is_strict, note_fallback, refuse_gather, refuse_hidden_moves
 from dtorch.client.probe import as_made, needs_probe
 from dtorch.client.session import Session
-from dtorch.client.sites import caller
+from dtorch.client.sites import Site, caller
 from dtorch.client.wrap import empty, is_alone, live_shadow, put, re_place, to_host, wrap
 from dtorch.core.errors import DtorchError
 from dtorch.core.placements import REPLICATE
 from dtorch.core.spec import TensorSpec
 from dtorch.core.torch_private import outside_of_dispatch
 from dtorch.planner.call import Call, is_view
+from dtorch.planner.lines import Free
 from dtorch.planner.plan import OnClient, Plan, make_plan
+from dtorch.protocol.commands import FIRST_PLAN
 from dtorch.protocol.plans import NAMESPACES
 from dtorch.protocol.values import dtype_from
 
@@ -45,7 +47,7 @@ class Info:
         kernel: the worker kernel that runs it where its plan asks for no other.
     """
 
-    __slots__ = ("kernel", "names", "numbers", "special", "writes")
+    __slots__ = ("free", "kernel", "names", "numbers", "special", "writes")
 
     def __init__(self, func: Any, kernel: str | None = None) -> None:
         self.kernel = kernel
@@ -61,6 +63,7 @@ class Info:
         ]  # fmt: skip
         self.numbers = frozenset(i for i in numbers if not arguments[i].kwarg_only)
         self.names = frozenset(arguments[i].name for i in numbers)
+        self.free = Free(self.numbers, self.names)
         self.writes = tuple(i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
 
 
@@ -239,13 +242,14 @@ def run(  # noqa: C901  (one loop, kept flat because every operator passes throu
         return run_ready(cls, session, ready, func, info, args, kwargs or _NO_KWARGS, ids)
     new = session.ids()
     buf = session.buf
-    session.sites.append(caller(_getframe(2)))
+    site = caller(_getframe(2))
+    session.sites.append(site)
     buf.extend((ready.code, *ids, new))
     if len(buf) > session.limit:
         session.emitted()
     if slot is None:
         out = ready.make(cls, ready.shape, ready.stride, None, None, ready.dtype, _STRIDED, ready.device)
-        out._h = Handle(new, ready.spec, session)
+        out._h = Handle(new, ready.spec, session, site)
         return out
     base = args[0]
     offset = base.storage_offset() + ready.offset
@@ -255,7 +259,7 @@ def run(  # noqa: C901  (one loop, kept flat because every operator passes throu
             out = ready.make(cls, ready.shape, ready.stride, offset, None, ready.dtype, _STRIDED, ready.device)
     else:
         out = ready.make(cls, ready.shape, ready.stride, offset, None, ready.dtype, _STRIDED, ready.device)
-    out._h = h = Handle(new, ready.spec, session)
+    out._h = h = Handle(new, ready.spec, session, site)
     family = base._h.family
     if family is None:
         family = base._h.family = Family(base._h)
@@ -286,6 +290,10 @@ def make_ready(
             return [spec_of(v) for v in value]
         return value
 
+    strict = session.config.strict or is_strict()
+    known = None if strict else session.plans.reducing.get(key)
+    if known is not None and replace_reduced(cls, known, args, kwargs):
+        return None
     call = Call(func, tuple(spec_of(a) for a in args), {k: spec_of(v) for k, v in kwargs.items()})
     if [k for k in key if type(k) is TensorSpec] != call.specs:
         return None  # another thread has reduced a Partial argument meanwhile
@@ -294,25 +302,35 @@ def make_ready(
         refuse_mixture(func, tensors_of(cls, args, kwargs))
     if func.namespace not in NAMESPACES:
         raise OnClient(f"workers do not know the operators of {func.namespace}")
-    plan = make_plan(call, mesh)
+    family, vector = session.plans.family(info, call)
+    found = family.find(vector)
+    plan = make_plan(call, mesh) if found is None else found[0].plan_of(call, found[1])
     if info.kernel is not None and plan.kernel is None:
         plan = replace(plan, kernel=info.kernel)
-    if session.config.strict or is_strict():
+    if strict:
         refuse_hidden_moves(plan)
     if plan.reduce and replace_reduced(cls, plan, args, kwargs):
+        session.plans.reducing[key] = plan
         return None
-    marked, marked_kwargs, numbers = mark(call, info.names, info.numbers)
 
     def send(plan: Plan) -> int:
         with session.lock:
+            if found is not None and not found[0].told:
+                return session.send_plan(encode_like(session, plan, found[0].kept))
+            marked, marked_kwargs, numbers = mark(call, info.names, info.numbers)
             return session.send_plan(encode_plan(session, plan, marked, marked_kwargs, numbers + plan.random))
 
-    if needs_probe(plan):
+    probed = found is None and needs_probe(plan)
+    if probed:
         plan = as_made(session, plan, ids, send)
     code = send(plan)
     alias = next((r.alias for r in plan.results if r.alias is not None and not r.same), None)
     ready = Ready(session, plan, code, cls, alias if is_view(func) else None)
     session.plans[key] = ready
+    if found is not None:
+        session.plans.derived += 1
+    elif not probed and info.kernel is None:
+        family.learn(vector, plan, session.wire_plans[code - FIRST_PLAN])
     return ready
 
 
@@ -351,6 +369,8 @@ def run_ready(
 ) -> Any:  # fmt: skip
     """Run a plan with more to it than one new result: writes, several results, random numbers, waiting, host copies."""
     plan = ready.plan
+    if plan.reduce and replace_reduced(cls, plan, args, kwargs):  # it was made for tensors that share their memory
+        return run(cls, func, info, args, kwargs)
     slots = tensors_of(cls, args, kwargs)
     shadowed = all(t._h._shadow is not None for t in slots)
     if plan.dynamic and not info.writes and all(live_shadow(t._h) is not None for t in slots):
@@ -368,7 +388,8 @@ def run_ready(
         if plan.dynamic:
             number, request = session.request(1)
             ids.append(number)
-        session.sites.append(caller(_getframe(3)))
+        site = caller(_getframe(3))
+        session.sites.append(site)
         session.buf.extend((ready.code, *ids))
     if session.observer is not None:
         session.observer.ran(plan, _getframe(3))
@@ -380,7 +401,7 @@ def run_ready(
         wrapped = [wrap(session, first + i, spec) for i, spec in enumerate(specs)]
         outs: list[Any] = wrapped
     else:
-        outs = wrap_results(cls, session, ready, slots, first)
+        outs = wrap_results(cls, session, ready, slots, first, site)
     for i in info.writes:
         written = args[i] if i < len(args) else kwargs.get(func._schema.arguments[i].name)
         for t in written if isinstance(written, (list, tuple)) else (written,):
@@ -396,7 +417,7 @@ def run_ready(
     return shape_like(plan.template, outs)
 
 
-def wrap_results(cls: Any, session: Session, ready: Ready, slots: list[Any], first: int) -> list[Any]:
+def wrap_results(cls: Any, session: Session, ready: Ready, slots: list[Any], first: int, site: Site) -> list[Any]:
     """Wrappers of the results: new ones, and the written arguments themselves."""
     plan = ready.plan
     outs: list[Any] = []
@@ -419,11 +440,11 @@ def wrap_results(cls: Any, session: Session, ready: Ready, slots: list[Any], fir
                     out = make(storage_offset=offset)
             else:
                 out = make(storage_offset=offset)
-            out._h = Handle(number, spec, session)  # type: ignore[attr-defined]
+            out._h = Handle(number, spec, session, site)  # type: ignore[attr-defined]
             aliasing.join(out._h, base._h)  # type: ignore[attr-defined]
         else:
             out = make()
-            out._h = Handle(number, spec, session)  # type: ignore[attr-defined]
+            out._h = Handle(number, spec, session, site)  # type: ignore[attr-defined]
         outs.append(out)
         number += 1
     return outs

@@ -113,6 +113,17 @@ def _communication(steps: Any) -> tuple[Communication, ...]:
     )
 
 
+def plan_stats() -> dict[str, int]:
+    """How the calls of the current session came to their plans so far.
+
+    Returns:
+        ``"planned"``: calls that the planner had to look at, redistributions and factories among them; ``"derived"``:
+        calls that differ from those in sizes only, whose plans were told by arithmetic. All others found a plan.
+    """
+    plans = graph.current_session().plans
+    return {"planned": plans.planned, "derived": plans.derived}
+
+
 def explain(fn: Callable[..., Any], *args: Any, quiet: bool = False, **kwargs: Any) -> Explanation:
     """Run ``fn(*args, **kwargs)`` and report each operator's placements and communication.
 

@@ -167,6 +167,7 @@ class OpenFiles:
             raise RefusedError(str(e), forbidden=True) from e
         number, request = session.request(entry.workers)
         session.buf.extend((C.OPEN, number, entry.number, entry.path, seen.st_size, seen.st_mtime_ns))
+        session.shares = True  # the file may be removed later, as memory may be used again
         session.flush()
         session.wait(request, None)
         if request.error is not None:

@@ -14,6 +14,7 @@ from dtorch.client.session import Session
 from dtorch.core.config import SessionConfig, from_environment
 from dtorch.core.errors import DtorchError
 from dtorch.core.mesh import DeviceMesh, forget_first_mesh
+from dtorch.protocol import commands as C
 
 _lock = threading.RLock()
 _default: list[Session] = []
@@ -21,6 +22,10 @@ _all: list[Session] = []
 _current: ContextVar[Session | None] = ContextVar("dtorch_current_session", default=None)
 # Set by dtorch.api: makes the link of a configuration. The client knows no processes.
 make_link: Callable[[SessionConfig], Any] | None = None
+# Called with each new session.
+started: list[Callable[[Session], None]] = []
+# Called before a session ends on purpose.
+before_end: list[Callable[[], None]] = []
 
 
 def start(config: SessionConfig) -> Session:
@@ -28,7 +33,11 @@ def start(config: SessionConfig) -> Session:
     assert make_link is not None, "dtorch.api sets how links are made"
     with _lock:
         session = Session(make_link(config), config)
+        if config.memory_limit is not None:
+            session.define(C.LIMIT, config.memory_limit)
         _all.append(session)
+        for tell in started:
+            tell(session)
         return session
 
 
@@ -86,12 +95,18 @@ def sessions() -> list[Session]:
 
 def shutdown() -> None:
     """End all sessions; nothing is left running. The next use starts afresh."""
+    _prepare_end()
     with _lock:
         running, _all[:] = list(_all), []
         _default.clear()
         forget_first_mesh()
     for session in running:
         session.close()
+
+
+def _prepare_end() -> None:
+    for prepare in before_end:
+        prepare()
 
 
 atexit.register(shutdown)
@@ -138,4 +153,5 @@ class Graph:
 
     def close(self) -> None:
         """End the session."""
+        _prepare_end()
         self.session.close()

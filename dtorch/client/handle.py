@@ -10,6 +10,7 @@ from dtorch.core.spec import TensorSpec
 
 if TYPE_CHECKING:
     from dtorch.client.session import Session
+    from dtorch.client.sites import Site
 
 
 class Family:
@@ -48,16 +49,18 @@ class Handle:
         id: the tensor's number in its session.
         spec: shape, strides, dtype, mesh and placements.
         family: tensors that share its memory; ``None`` until it is viewed.
+        site: where in the user's program it was made.
         depth: operators between host data and the shadow.
         odd: whether it is a copied view or has a shadow: the dispatcher looks closer then.
     """
 
-    __slots__ = ("__weakref__", "_shadow", "_view", "depth", "family", "id", "odd", "session", "spec")
+    __slots__ = ("__weakref__", "_shadow", "_view", "depth", "family", "id", "odd", "session", "site", "spec")
 
-    def __init__(self, id_: int, spec: TensorSpec, session: Session) -> None:
+    def __init__(self, id_: int, spec: TensorSpec, session: Session, site: Site | None = None) -> None:
         self.id = id_
         self.spec = spec
         self.session = session
+        self.site = site
         self.family: Family | None = None
         self._view: CopiedView | None = None
         self._shadow: Any = None

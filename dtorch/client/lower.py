@@ -73,9 +73,6 @@ def encode_plan(session: Session, plan: Plan, args: Sequence[Any], kwargs: dict[
             for slot, row in rows
         ]
 
-    def result(r: Result) -> list[Any]:
-        return [None if r.spec is None else session.spec_id(r.spec), r.alias if r.same else None, r.alias is not None]
-
     func = plan.call.func
     return [
         f"{func._schema.name}.{func._overloadname}",
@@ -86,13 +83,23 @@ def encode_plan(session: Session, plan: Plan, args: Sequence[Any], kwargs: dict[
         {k: encode(v) for k, v in kwargs.items()},
         steps(plan.moves),
         steps(plan.back),
-        [result(r) for r in plan.results],
+        [_encode_result(session, r) for r in plan.results],
         plan.kernel,
         list(plan.resize) if plan.resize else None,
         plan.dynamic | plan.random << 1 | _writes_unseen(plan) << 2,
         steps(plan.after),
         [[[slot, steps([(slot, (step,))])[0][1][0]] for slot, step in row] for row in plan.rounds],
     ]
+
+
+def _encode_result(session: Session, r: Result) -> list[Any]:
+    return [None if r.spec is None else session.spec_id(r.spec), r.alias if r.same else None, r.alias is not None]
+
+
+def encode_like(session: Session, plan: Plan, data: list[Any]) -> list[Any]:
+    """The form of a plan that moves nothing and differs in the specs only from one whose form is ``data``."""
+    slots = [session.spec_id(s) for s in plan.call.specs]
+    return [*data[:2], slots, *data[3:8], [_encode_result(session, r) for r in plan.results], *data[9:]]
 
 
 def _writes_unseen(plan: Plan) -> bool:

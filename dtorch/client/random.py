@@ -199,7 +199,17 @@ def _carry(session: Session, stream: Stream, mesh: MeshLayout) -> None:
 
 
 def get_state(stream: Stream) -> torch.Tensor:
-    """The state of a stream as a CPU uint8 tensor.
+    """The state of a stream as a CPU uint8 tensor; waits for the workers.
+
+    Raises:
+        SessionClosedError: it went with the session of the last draw.
+    """
+    state = state_tensor(stream)
+    return state if type(state) is torch.Tensor else Pending(state).get()
+
+
+def state_tensor(stream: Stream) -> torch.Tensor:
+    """The state of a stream as a uint8 tensor, distributed when only workers know it; does not wait.
 
     Raises:
         SessionClosedError: it went with the session of the last draw.
@@ -218,7 +228,7 @@ def get_state(stream: Stream) -> torch.Tensor:
     with session.lock:
         number = session.spec_id(spec)
         session.buf.extend((C.STATE, stream.number, new, number))
-    return Pending(wrap(session, new, spec)).get()
+    return wrap(session, new, spec)  # type: ignore[no-any-return]
 
 
 def set_state(stream: Stream, state: torch.Tensor) -> None:

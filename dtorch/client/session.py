@@ -22,6 +22,7 @@ import torch
 
 from dtorch.client.errors import remote_error
 from dtorch.client.files import OpenFiles
+from dtorch.client.plans import Plans
 from dtorch.client.shared import Arena, Segment
 from dtorch.client.sites import Sites, caller, site_within, thread_of
 from dtorch.core.config import SessionConfig
@@ -48,7 +49,6 @@ _WINDOW_BYTES = 256 << 20
 # Looking for acknowledgements costs as much as sending; whoever waits for something looks anyway.
 _UNSEEN = 4
 MAX_MESHES = 64
-
 
 _numbers = itertools.count(1)
 _log = logging.getLogger("dtorch")
@@ -96,7 +96,7 @@ class Session:
         self.shares = False  # whether the next batch names memory of this process
         self.sites = Sites()
         self.ids: Callable[[], int] = itertools.count(1).__next__
-        self.plans: dict[Any, Any] = {}
+        self.plans = Plans()
         self.closed: str | None = None
         self.workers: dict[int, WorkerUp] = {}
         self.observer: Any = None
@@ -218,13 +218,9 @@ class Session:
         return {self._device_worker[d] for d in layout.devices}
 
     def make_spec(
-        self,
-        mesh: MeshLayout,
-        placements: tuple[Placement, ...],
-        shape: Sequence[int],
-        stride: Sequence[int],
+        self, mesh: MeshLayout, placements: tuple[Placement, ...], shape: Sequence[int], stride: Sequence[int],
         dtype: torch.dtype,
-    ) -> TensorSpec:
+    ) -> TensorSpec:  # fmt: skip
         """The spec of these values."""
         return TensorSpec(mesh, placements, tuple(shape), tuple(stride), dtype)
 
@@ -388,9 +384,10 @@ class Session:
         if kind == C.META:
             request.meta, request.lost = header[2:4]
             request.expected = 0
-        elif kind == C.DONE:
+        elif kind in (C.DONE, C.SAVED):
             request.refusals.extend(filter(None, header[3:]))
-            request.expected -= 1
+            request.expected -= header[2] not in request.parts  # a worker that was started again may say it again
+            request.parts[header[2]] = memoryview(b"")
         else:
             _, _, _, positions, lost = header
             request.lost = request.lost or lost
@@ -463,6 +460,8 @@ class Session:
         self.buf.extend((C.SYNC, number))
         self.flush()
         self.wait(request, None)
+        if request.error is not None:
+            raise request.error
         self.raise_failure()
 
     def wait(self, request: Request, timeout_s: float | None) -> bool:

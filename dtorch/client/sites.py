@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import deque
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from types import CodeType, FrameType
@@ -29,7 +30,9 @@ _USER: dict[CodeType, bool] = {}
 class Sites(deque[Site]):
     """The sites of operators in flight, in order; with their threads once a second one has been seen."""
 
-    __slots__ = ()
+    __slots__ = ("log",)
+
+    log: Callable[[Site, list[Site] | None], None]
 
     def append_replay(self, site: Site, within: list[Site]) -> None:
         """Append the site at which a record runs whose operators were issued at these sites."""
@@ -37,16 +40,22 @@ class Sites(deque[Site]):
 
     def note_threads(self) -> None:
         """From now on the thread that issues an operator is kept too."""
-        self.__class__ = _SitesOfThreads  # the same object: threads are appending to it
+        if not self.notes_threads:
+            self.__class__ = _SitesOfThreads  # the same object: threads are appending to it
 
     def note_no_threads(self) -> None:
-        """As before ``note_threads``."""
+        """As before ``note_threads``, or ``note_in``."""
         self.__class__ = Sites
+
+    def note_in(self, log: Callable[[Site, list[Site] | None], None]) -> None:
+        """From now on tell ``log`` each site, with those of the operators where a record runs; threads are kept too."""
+        self.log = log
+        self.__class__ = _LoggedSites
 
     @property
     def notes_threads(self) -> bool:
         """Whether threads are noted."""
-        return type(self) is _SitesOfThreads
+        return isinstance(self, _SitesOfThreads)
 
 
 class _SitesOfThreads(Sites):
@@ -54,6 +63,18 @@ class _SitesOfThreads(Sites):
 
     def append(self, site: Site) -> None:
         super().append((*site, threading.get_ident()))
+
+
+class _LoggedSites(_SitesOfThreads):
+    __slots__ = ()
+
+    def append(self, site: Site) -> None:
+        deque.append(self, (*site, threading.get_ident()))
+        self.log(site, None)
+
+    def append_replay(self, site: Site, within: list[Site]) -> None:
+        super().append_replay(site, within)
+        self.log(site, within)
 
 
 def thread_of(site: Site | None) -> int | None:

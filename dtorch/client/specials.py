@@ -204,6 +204,8 @@ def as_strided(cls: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
             "as_strided of a view whose base is gone: its memory is not known here. Keep the base, or clone() the view."
         )
     base = x if root is h else rewrap(root)
+    if root.spec.dtype != x.dtype:  # sizes and strides are in elements of this one
+        base = dispatch.dispatch(cls, aten.view.dtype, (), (base, x.dtype), {})
     start = x.storage_offset() if offset is None else offset
     return run(cls, func, info_of(func), (base, given["size"], given["stride"], start), {})
 

@@ -206,7 +206,7 @@ class DTensor(torch.Tensor):
                 "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment."
             )
         with torch.no_grad(), torch.inference_mode(False):
-            copied = self.detach().clone()
+            copied = _copied(self, memo)
         out: Any = (
             torch.nn.Parameter(copied, self.requires_grad)
             if isinstance(self, torch.nn.Parameter)
@@ -253,6 +253,23 @@ class DTensor(torch.Tensor):
     def dtorch(self, index: int | None = None) -> Any:
         """On the mesh ``dtorch:index``."""
         return self.to("dtorch" if index is None else f"dtorch:{index}")
+
+
+def _copied(t: DTensor, memo: dict[Any, Any]) -> torch.Tensor:
+    """A copy; those of whole tensors that share memory share the copy of all of it."""
+    h = t._h
+    if wrap.is_alone(h) or h.view is not None or not h.spec.is_replicated:
+        return t.detach().clone()
+    family = h.family
+    root = None if family is None else family.root()
+    if family is None or root is None or not root.spec.is_contiguous:
+        return t.detach().clone()
+    key = "memory", id(family)
+    if key not in memo:
+        everything = t.detach().as_strided((family.nbytes // t.element_size(),), (1,), 0)
+        memo[key] = family, everything.clone()
+    flat = memo[key][1]
+    return flat.view(t.dtype).as_strided(t.shape, t.stride(), t.storage_offset())  # type: ignore[no-any-return]
 
 
 wrap._Class.tensor = DTensor

@@ -21,13 +21,14 @@ import torch
 from dtorch.client import wrap
 from dtorch.client.factories import locate
 from dtorch.client.files import RefusedError
-from dtorch.client.sites import caller
+from dtorch.client.session import Session
+from dtorch.client.sites import Site, caller
 from dtorch.core.errors import LoadError, PlacementError, refuse
 from dtorch.core.mesh import DeviceMesh
 from dtorch.core.placements import REPLICATE, Placement, normalize
-from dtorch.core.spec import contiguous_strides
+from dtorch.core.spec import MeshLayout, contiguous_strides
 
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U64": torch.uint64, "U32": torch.uint32,
     "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool, "C64": torch.complex64, "F8_E4M3": torch.float8_e4m3fn,
@@ -84,24 +85,35 @@ def load_safetensors(
     found: dict[str, Any] = {}
     for name, one in stored.items():
         kind = dtype if dtype is not None and one.dtype.is_floating_point else one.dtype
-        held = tuple(REPLICATE if p.is_partial() else p for p in where[name])
-        spec = session.make_spec(mesh, held, one.shape, contiguous_strides(one.shape), kind)
-        new = session.ids()
-        try:
-            if session.config.null_workers:
-                raise RefusedError("null workers read nothing", forbidden=False)
-            session.files.load(new, spec, one.path, one.offset, one.dtype, f"{name!r} from {one.path}", site)
-            found[name] = wrap.wrap(session, new, spec)
-        except RefusedError as e:
-            if e.forbidden:
-                raise LoadError(f"{name!r} is not loaded: {e}") from e
-            # The workers are elsewhere and do not see this file.
-            found[name] = wrap.put(session, _mapped(one), mesh, held, kind)
-        except OSError as e:
-            raise LoadError(f"{name!r} cannot be loaded from {one.path}: {e}") from e
-        if held != where[name]:
-            found[name] = found[name].redistribute(placements=list(where[name]))
+        found[name] = load_one(session, mesh, where[name], one, name, kind, site)
     return found
+
+
+def load_one(
+    session: Session, mesh: MeshLayout, placements: tuple[Placement, ...], one: Stored, name: str, dtype: torch.dtype,
+    site: Site,
+) -> Any:  # fmt: skip
+    """One tensor from its file on a mesh, as this dtype; does not wait.
+
+    Raises:
+        LoadError: it cannot be read, or must not.
+    """
+    held = tuple(REPLICATE if p.is_partial() else p for p in placements)
+    spec = session.make_spec(mesh, held, one.shape, contiguous_strides(one.shape), dtype)
+    new = session.ids()
+    try:
+        if session.config.null_workers:
+            raise RefusedError("null workers read nothing", forbidden=False)
+        session.files.load(new, spec, one.path, one.offset, one.dtype, f"{name!r} from {one.path}", site)
+        found = wrap.wrap(session, new, spec)
+    except RefusedError as e:
+        if e.forbidden:
+            raise LoadError(f"{name!r} is not loaded: {e}") from e
+        # The workers are elsewhere and do not see this file.
+        found = wrap.put(session, mapped(one), mesh, held, dtype)
+    except OSError as e:
+        raise LoadError(f"{name!r} cannot be loaded from {one.path}: {e}") from e
+    return found if held == placements else found.redistribute(placements=list(placements))
 
 
 def read_headers(path: str | os.PathLike[str]) -> dict[str, Stored]:
@@ -164,7 +176,7 @@ def _stored(path: Any, real: str, name: str, entry: Any, start: int, size: int) 
     """One entry of a header."""
     try:
         shape, (low, high) = tuple(map(int, entry["shape"])), map(int, entry["data_offsets"])
-        dtype = _DTYPES[entry["dtype"]]
+        dtype = DTYPES[entry["dtype"]]
     except (KeyError, TypeError, ValueError) as e:
         raise LoadError(f"{path}: the header's entry for {name!r} cannot be used: {entry!r:.200}.") from e
     if min((low, *shape)) < 0 or high - low != math.prod(shape) * dtype.itemsize:
@@ -193,7 +205,7 @@ def _place(stored: Mapping[str, Stored], placements: Placements, ndim: int, path
     return found
 
 
-def _mapped(one: Stored) -> torch.Tensor:
+def mapped(one: Stored) -> torch.Tensor:
     """The tensor as a plain one whose memory is the file's."""
     nbytes = math.prod(one.shape) * one.dtype.itemsize
     if not nbytes:

@@ -14,12 +14,13 @@ import torch
 from dtorch.client.handle import Family, Handle
 from dtorch.client.lower import encode_move, wrapper_maker
 from dtorch.client.session import Request, Session
-from dtorch.client.shared import Segment
-from dtorch.client.sites import caller
+from dtorch.client.shared import Segment, pieces
+from dtorch.client.sites import Site, caller
 from dtorch.core.pieces import put_piece
 from dtorch.core.placements import REPLICATE, Placement
 from dtorch.core.spec import MeshLayout, TensorSpec, dense_strides
 from dtorch.planner.redistribute import plan_steps
+from dtorch.protocol import commands as C
 from dtorch.protocol.values import dtype_name
 
 # Values small enough to keep a copy in the client: whole numbers steer masks, positions and stopping; real numbers
@@ -27,6 +28,7 @@ from dtorch.protocol.values import dtype_name
 _SHADOW_WHOLE, _SHADOW_REAL = 16384, 1024
 # Values from this size on do not travel in the stream, where workers can share this process's memory.
 _LARGE_BYTES = 1 << 20
+_PIECE_BYTES = 32 << 20  # of values that go to a pool
 _MOST_SEGMENTS = 64  # values that are fetched into shared memory at the same time
 
 
@@ -40,7 +42,7 @@ def wrap(session: Session, tensor_id: int, spec: TensorSpec, offset: int = 0) ->
     """A wrapper for an existing id."""
     make = wrapper_maker(_Class.tensor, spec, torch.device("dtorch", spec.mesh.id))
     out: Any = make(storage_offset=offset or None)
-    out._h = Handle(tensor_id, spec, session)
+    out._h = Handle(tensor_id, spec, session, caller(sys._getframe(1)))
     return out
 
 
@@ -108,7 +110,28 @@ def _send(session: Session, tensor_id: int, spec: TensorSpec, t: torch.Tensor) -
         if config.shares_memory:
             session.arena.send(tensor_id, spec, t, site)
             return
+        if config.mode == "cluster":
+            _send_pieces(session, tensor_id, spec, t, site)
+            return
     session.upload(tensor_id, spec, host_bytes(t.to(spec.dtype)))
+
+
+def _send_pieces(session: Session, tensor_id: int, spec: TensorSpec, t: torch.Tensor, site: Site) -> None:
+    """Send a tensor in messages of bounded size, each at once: a pool takes no others."""
+    with session.lock:
+        number, name = session.spec_id(spec), dtype_name(spec.dtype)
+        try:
+            for part, box in pieces(t, _PIECE_BYTES // spec.dtype.itemsize):
+                data = host_bytes(part.to(spec.dtype))
+                session.frames.append(data)
+                session._bytes += len(data)
+                session.sites.append(site)
+                frame = -len(session.frames)
+                session.buf.extend((C.LOAD, tensor_id, number, frame, 0, name, box, "a plain tensor"))
+                session.flush()
+        except BaseException:
+            session.buf.append(-tensor_id)
+            raise
 
 
 def moved_spec(session: Session, spec: TensorSpec, mesh: MeshLayout, placements: tuple[Placement, ...]) -> TensorSpec:

@@ -67,9 +67,14 @@ class Channel:
 
     An interrupt (``KeyboardInterrupt``) harms neither direction: a message that was being sent is finished by the next
     call, one that was being received stays.
+
+    Args:
+        connection: the socket.
+        most_bytes: of a message that is received.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, most_bytes: int = MAX_MESSAGE_BYTES) -> None:
+        self._most_bytes = most_bytes
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BUFFER_BYTES)
         self._socket = connection
         self._outgoing: deque[tuple[Buffer, list[int]]] = deque()  # pieces, with the counts of bytes sent of each
@@ -198,7 +203,7 @@ class Channel:
         """
         buffer, start, chunks, long = self._incoming
         while long is None:
-            frames, end = _parse(buffer, start)
+            frames, end = _parse(buffer, start, self._most_bytes)
             if frames is not None:
                 self._incoming = buffer, end, chunks, None
                 return frames
@@ -238,7 +243,7 @@ def _lengths(buffer: bytes, start: int) -> tuple[Sequence[int], int]:
     return lengths.unpack_from(buffer, start + _COUNT.size), body
 
 
-def _parse(buffer: bytes, start: int) -> tuple[list[Frame] | None, int]:
+def _parse(buffer: bytes, start: int, most_bytes: int) -> tuple[list[Frame] | None, int]:
     """The message at ``start``, or ``None`` if not all of it is in the buffer, and where it ends as far as is known.
 
     Raises:
@@ -246,8 +251,8 @@ def _parse(buffer: bytes, start: int) -> tuple[list[Frame] | None, int]:
     """
     lengths, position = _lengths(buffer, start)
     end = position + sum(lengths)
-    if end - start > MAX_MESSAGE_BYTES:
-        raise ProtocolError(f"a message of {end - start} bytes was announced, the limit is {MAX_MESSAGE_BYTES}")
+    if end - start > most_bytes:
+        raise ProtocolError(f"a message of {end - start} bytes was announced, the limit is {most_bytes}")
     if not lengths or end > len(buffer):
         return None, end
     frames: list[Frame] = []

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from dtorch.comm.channel import Buffer
-from dtorch.controller.stream import Node, Reader, ReadShared, families, needed, remaining, write
+from dtorch.controller.stream import Hold, Node, Reader, ReadShared, families, needed, remaining, write
 from dtorch.core.errors import ProtocolError
 from dtorch.protocol.codec import encode
 from dtorch.protocol.messages import Batch
@@ -45,15 +45,18 @@ class Log:
         most_operators, most_bytes: above either a snapshot is wanted.
         directory: where snapshots lie.
         read_shared: reads the client's shared memory.
+        hold: keeps files that workers read, see ``stream.Hold``.
 
     Attributes:
         fault: why nothing can be repeated from this log, if so.
     """
 
-    def __init__(self, most_operators: int, most_bytes: int, directory: str, read_shared: ReadShared) -> None:
+    def __init__(
+        self, most_operators: int, most_bytes: int, directory: str, read_shared: ReadShared, hold: Hold = lambda path: None
+    ) -> None:
         self.fault = ""
         self._most_operators, self._most_bytes, self._directory = most_operators, most_bytes, directory
-        self._reader = Reader(read_shared)
+        self._reader = Reader(read_shared, hold)
         self._snapshot: int | None = None
         self._saved: frozenset[int] = frozenset()  # workers that have one
         self._held: dict[int, int] = {}  # what the snapshot holds, see `stream.families`
@@ -63,7 +66,7 @@ class Log:
         self._unread: deque[_Entry] = deque()  # those of the entries that were not taken apart yet
         self._least = min(_SHORTEN_BATCHES, most_operators // _OPERATORS_A_BATCH + 1)
         self._shorten_at = self._least
-        self._shared: deque[_Entry] = deque()  # those that name memory whose content is not copied yet
+        self._shared: deque[_Entry] = deque()  # those that name memory that is not copied yet, or files
         self._work: Iterator[None] | None = None
         self._operators = 0
         self._node_bytes = self._entry_bytes = 0
@@ -80,12 +83,16 @@ class Log:
             self._shared.append(entry)
 
     def settle(self) -> None:
-        """Copy what batches name in the client's shared memory; before any of them is acknowledged to the client."""
+        """Copy what batches name in the client's shared memory, and keep the files that they open.
+
+        Before any of them is acknowledged to the client.
+        """
         while self._shared:
             entry = self._shared.popleft()
             self._read(entry)
-            if entry.nodes is not None and any(node.frame is not None for node in entry.nodes):
-                entry.frames = [entry.frames[0], *write(entry.nodes)]
+            nodes = entry.nodes or []
+            if any(node.frame is not None or node.held is not None for node in nodes):
+                entry.frames = [entry.frames[0], *write(nodes)]
                 self._entry_bytes -= entry.nbytes
                 entry.nbytes = _in_memory(entry.frames)
                 self._entry_bytes += entry.nbytes

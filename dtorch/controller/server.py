@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from dtorch.comm.channel import Buffer, Channel, ChannelClosedError, Frame, pack
+from dtorch.comm.channel import MAX_MESSAGE_BYTES, Buffer, Channel, ChannelClosedError, Frame, pack
 from dtorch.controller.log import Log
 from dtorch.controller.loop import Loop
+from dtorch.controller.pool import PoolSpawner
 from dtorch.controller.spawner import NullSpawner, Spawner, TemplateSpawner
 from dtorch.controller.state import (
     ControllerState,
@@ -36,6 +37,8 @@ from dtorch.protocol.messages import AddWorker, Exited, Fault, Forked, Stopped
 
 _STOP_MARGIN_S = 0.5
 """What the template gets, after the workers' grace, to end them by force and itself."""
+_MOST_DESCRIPTORS = 512
+"""Beyond so many descriptors none are spent on files that others may remove."""
 _TICK_S = 0.25
 """How often the state looks at the clock while anything happens."""
 
@@ -53,6 +56,9 @@ class ControllerConfig:
         null_workers: how many null workers there are instead of real ones.
         restarts: see ``ControllerState``; 0 keeps no log.
         log_operators, log_bytes: see ``Log``.
+        pool_fd: the descriptor of a connection to a pool whose workers are used; -1: workers are children.
+        message_bytes: most bytes of a message of the client.
+        memory: most bytes of memory of this process; 0: no limit.
     """
 
     client_fd: int
@@ -64,6 +70,9 @@ class ControllerConfig:
     restarts: int = 0
     log_operators: int = 0
     log_bytes: int = 0
+    pool_fd: int = -1
+    message_bytes: int = MAX_MESSAGE_BYTES
+    memory: int = 0
 
     @property
     def peers_dir(self) -> str:
@@ -122,6 +131,8 @@ class Server:
             requests = [AddWorker((i,), 1, {}) for i in range(config.null_workers)]
             connections = [self._connect(self._state.add_worker(request)) for request in requests]
             return NullSpawner(self._on_report, connections, config.census_fd)
+        if config.pool_fd >= 0:
+            return PoolSpawner(self._loop, self._on_report, socket.socket(fileno=config.pool_fd))
         settings = {"executor": config.executor, "physical": config.physical, "peers_dir": config.peers_dir}
         return TemplateSpawner(self._loop, self._on_report, settings, config.census_fd)
 
@@ -267,6 +278,38 @@ class Server:
             return  # its end is read next
         if flushed:
             self._loop.want_write(channel, False)
+
+
+def no_shared_memory(path: str, offset: int, count: int) -> memoryview:
+    """In place of ``SharedMemory.read`` where the client is on another machine, and may name no file of this one.
+
+    Raises:
+        ProtocolError: always.
+    """
+    raise ProtocolError("a client of a pool shares no memory with it")
+
+
+class HeldFile:
+    """A file that stays readable, under ``path``, when it is removed: checkpoints are replaced while they are in use."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self.path = f"/proc/{os.getpid()}/fd/{descriptor}"
+
+    def __del__(self) -> None:
+        os.close(self._descriptor)
+
+
+def hold_file(path: str) -> HeldFile | None:
+    """The file at a path, unless it is none or there are too many."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None  # which its workers will tell as well
+    if descriptor >= _MOST_DESCRIPTORS:
+        os.close(descriptor)
+        return None
+    return HeldFile(descriptor)
 
 
 class SharedMemory:

@@ -33,7 +33,7 @@ Report = Callable[[Forked | Exited | Stopped], None]
 _TEMPLATE_ENVIRONMENT = {
     "OMP_WAIT_POLICY": "passive",  # idle threads of one worker must not spin on the cores of another
 }
-_MAX_REPORT_BYTES = 1 << 18  # more than a SEQPACKET socket takes
+MAX_REPORT_BYTES = 1 << 18  # more than a SEQPACKET socket takes
 _STOPPED_S = 1.0
 """A template that a signal stopped for so long is ended."""
 
@@ -178,7 +178,7 @@ class TemplateSpawner:
 
     def _on_ready(self, readable: bool, writable: bool) -> None:
         try:
-            data = self._control.recv(_MAX_REPORT_BYTES, socket.MSG_DONTWAIT)
+            data = self._control.recv(MAX_REPORT_BYTES, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return
         except ConnectionError:

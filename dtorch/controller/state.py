@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from dtorch.comm.channel import Buffer
 from dtorch.controller.log import Log
 from dtorch.core.errors import ProtocolError
-from dtorch.protocol.commands import is_error
+from dtorch.protocol.commands import is_unasked
 from dtorch.protocol.messages import (
     PROTOCOL_VERSION,
     Ack,
@@ -137,7 +137,7 @@ class _Worker:
     waiting: list[Frames] = field(default_factory=list)  # batches that came while it started for the first time
     unacknowledged: deque[_PendingBatch] = field(default_factory=deque)
     done: int = -1  # the last batch that it has acknowledged
-    replies: int = 0  # that the client got since then, failures not counted
+    replies: int = 0  # that the client got since then, failures and ends of saves not counted
     excuse: str = ""  # why it ends, in its own words
     has_left: bool = False  # it has closed its connection
     is_stopped: bool = False  # by a signal
@@ -294,7 +294,7 @@ class ControllerState:
         if isinstance(message, Ack) and worker.state == "up":
             return self._ack(worker, message.seq)
         if isinstance(message, Reply) and worker.state in _LISTENING and message.index == index:
-            worker.replies += self._log is not None and not is_error(frames[1])
+            worker.replies += self._log is not None and not is_unasked(frames[1])
             return [PassToClient(frames)]
         if isinstance(message, WorkerHello) and worker.state in ("starting", "restarting"):
             return self._worker_hello(worker, message)
@@ -401,7 +401,7 @@ class ControllerState:
         if isinstance(message, Ack):
             return self._ack(worker, message.seq)
         if isinstance(message, Reply) and message.index == worker.index:
-            worker.replies += not is_error(frames[1])
+            worker.replies += not is_unasked(frames[1])
             return [PassToClient(frames)]
         return []
 

@@ -24,14 +24,22 @@ FREE = -1
 ReadShared = Callable[[str, int, int], Buffer]
 """A copy of bytes of the client's shared memory: path, offset, count. A ``memoryview`` if it takes no memory itself."""
 
-_DEFINITIONS = frozenset((C.MESH, C.SPEC, C.PLAN, C.MAP))
+Hold = Callable[[str], Any]
+"""Keeps a file open, so that it can be read again when it has been removed: its ``path`` leads there as long as the object
+is used. ``None`` where that cannot be done."""
+
+_DEFINITIONS = frozenset((C.MESH, C.SPEC, C.PLAN, C.MAP, C.LIMIT))
 # Commands that begin, end and use something that is no tensor, with the place of its number.
-_BEGINS, _ENDS = {C.OPEN: 2, C.RECORD: 1}, {C.CLOSE: 1, C.RECORD: 1}
-_USES = {C.LOAD: 3, C.REPLAY: 1}
-_KIND = {C.OPEN: C.OPEN, C.CLOSE: C.OPEN, C.LOAD: C.OPEN, C.RECORD: C.RECORD, C.REPLAY: C.RECORD}
+_BEGINS, _ENDS = {C.OPEN: 2, C.RECORD: 1, C.SAVE: 1}, {C.CLOSE: 1, C.RECORD: 1, C.SAVE: 1}
+_USES = {C.LOAD: 3, C.REPLAY: 1, C.WRITE: 1}
+_KIND = {
+    C.OPEN: C.OPEN, C.CLOSE: C.OPEN, C.LOAD: C.OPEN, C.RECORD: C.RECORD, C.REPLAY: C.RECORD, C.SAVE: C.SAVE,
+    C.WRITE: C.SAVE,
+}  # fmt: skip
 _WIDTHS = {
     C.MESH: 5, C.SPEC: 3, C.PLAN: 3, C.PUT: 4, C.FETCH: 6, C.SEED: 3, C.STATE: 4, C.RESTORE: 3, C.SYNC: 2, C.COUNT: 2,
-    C.MAP: 3, C.OPEN: 6, C.CLOSE: 2, C.LOAD: 8, C.RECORD: 3, C.MEMORY: 3,
+    C.MAP: 3, C.OPEN: 6, C.CLOSE: 2, C.LOAD: 8, C.RECORD: 3, C.MEMORY: 3, C.SAVE: 3, C.WRITE: 8,
+    C.PROFILE: 3, C.LIMIT: 2,
 }  # fmt: skip
 _FRAME = {C.PUT: 3, C.LOAD: 3}
 """Where a command names a frame; a LOAD does with a negative number."""
@@ -48,6 +56,7 @@ class Node:
         makes, writes, reads: keys.
         shares: the results may be views of what is read.
         frame: the bytes that it brings.
+        held: the file that it opens, see ``Hold``.
     """
 
     code: int
@@ -58,6 +67,7 @@ class Node:
     reads: Sequence[int] = ()
     shares: bool = False
     frame: Buffer | None = None
+    held: Any = None
 
 
 @dataclass(slots=True)
@@ -107,10 +117,11 @@ class Reader:
 
     Args:
         read_shared: reads the client's shared memory.
+        hold: keeps files.
     """
 
-    def __init__(self, read_shared: ReadShared) -> None:
-        self._read_shared = read_shared
+    def __init__(self, read_shared: ReadShared, hold: Hold = lambda path: None) -> None:
+        self._read_shared, self._hold = read_shared, hold
         self._plans: dict[int, _Plan] = {}
         self._records: dict[int, _Record] = {}
         self._maps: dict[int, str] = {}
@@ -175,7 +186,7 @@ class Reader:
 
     def _record(self, data: Sequence[Any]) -> _Record:
         """What a record does as a whole, by its variables, which are numbered as ids are."""
-        arguments, captured, commands, results, replaced = data
+        arguments, captured, commands, results, replaced, *_ = data
         nodes: list[Node] = []
         serial, i = self.serial, 0
         while i < len(commands):
@@ -225,6 +236,10 @@ class Reader:
             node.makes, node.reads = (words[2],), (-1 - words[1],)
         elif code == C.RESTORE:
             node.writes, node.reads = (-1 - words[1],), (words[2],)
+        elif code == C.WRITE:
+            node.reads = (words[3],)
+        elif code == C.OPEN:
+            node.held = self._hold(words[3])
         return node
 
     def _load(self, node: Node) -> None:
@@ -258,6 +273,8 @@ def write(nodes: Sequence[Node], first: int | None = None, last: int | None = No
                 commands.extend((C.COUNT, node.serial))
             first = node.serial + 1
         words = node.words
+        if node.held is not None:
+            words = [*words[:3], node.held.path, *words[4:]]
         if node.frame is not None:
             at = _FRAME[node.code]
             words = [*words]
@@ -289,6 +306,7 @@ def needed(nodes: Sequence[Node], held: Mapping[int, int]) -> Generator[None, No
     find = found.find
     wanted = {find(key) for key in found.alive}
     used = _unended(nodes)
+    saves = {subject for subject in used if subject[0] == C.SAVE}
     kept: list[Node] = []
     for i, node in enumerate(reversed(nodes)):
         if not i % _STEP:
@@ -296,6 +314,10 @@ def needed(nodes: Sequence[Node], held: Mapping[int, int]) -> Generator[None, No
         code = node.code
         if code == FREE or code in _DEFINITIONS or code in _BEGINS or code in _ENDS:
             kept.append(node)
+        elif code == C.WRITE:
+            if _subject(node, _USES) in saves:  # it may not have come to the disk
+                wanted.update(map(find, node.reads))
+                kept.append(node)
         elif not (wanted.isdisjoint(map(find, node.makes)) and wanted.isdisjoint(map(find, node.writes))):
             if code in (C.SEED, C.RESTORE):  # what the generator was before does not matter
                 wanted.discard(find(node.writes[0]))
@@ -329,7 +351,10 @@ def families(nodes: Sequence[Node], held: Mapping[int, int]) -> dict[int, int]:
 
 
 def remaining(nodes: Sequence[Node]) -> list[Node]:
-    """What a snapshot taken after the nodes does not hold: definitions, records, and files that are open."""
+    """What a snapshot taken after the nodes does not hold: definitions, records, and files and saves that are open.
+
+    What a save was to write by then is on the disk.
+    """
     open_still = _unended(nodes)
     return [
         node
@@ -339,15 +364,15 @@ def remaining(nodes: Sequence[Node]) -> list[Node]:
 
 
 def _subject(node: Node, places: Mapping[int, int]) -> tuple[int, int]:
-    """The file or record that a node is about."""
+    """The file, record or save that a node is about."""
     return _KIND[node.code], node.words[places[node.code]]
 
 
 def _unended(nodes: Sequence[Node]) -> set[tuple[int, int]]:
-    """The files and records that are there after the nodes."""
+    """The files, records and saves that are there after the nodes."""
     there: set[tuple[int, int]] = set()
     for node in nodes:
-        if node.code == C.CLOSE or (node.code == C.RECORD and node.words[2] is None):
+        if node.code == C.CLOSE or (node.code in (C.RECORD, C.SAVE) and node.words[2] is None):
             there.discard(_subject(node, _ENDS))
         elif node.code in _BEGINS:
             there.add(_subject(node, _BEGINS))

@@ -7,6 +7,7 @@ DtorchError(RuntimeError)
 ├── WorkerLostError     a worker ended while the session needed it
 ├── SessionClosedError  the session has been shut down, or belongs to another process (fork)
 ├── LoadError           a file of weights that is missing, damaged or does not fit; an OSError as well
+├── SaveError           a checkpoint that could not be written; an OSError as well
 ├── CommError           a connection failed
 │   └── ControllerLostError   the session's controller ended, and its workers with it
 └── ProtocolError       a malformed message
@@ -80,6 +81,10 @@ class SessionClosedError(DtorchError):
 
 class LoadError(DtorchError, OSError):
     """A file of weights that is missing, damaged, does not fit or must not be read; the text names file and key."""
+
+
+class SaveError(DtorchError, OSError):
+    """A checkpoint that could not be written; what was at its place before is still there."""
 
 
 class CommError(DtorchError):

@@ -44,6 +44,17 @@ def copy(out: torch.Tensor, t: torch.Tensor) -> None:
         out.copy_(t)
 
 
+def write_all(descriptor: int, data: memoryview, start: int) -> None:
+    """Write all bytes from ``start`` on.
+
+    Raises:
+        OSError: the disk is full, or fails.
+    """
+    while data:
+        n = os.pwrite(descriptor, data, start)
+        data, start = data[n:], start + n
+
+
 def map_pages(length: int, flags: int, descriptor: int = -1, offset: int = 0) -> int:
     """Map pages that can be read and written; returns their address.
 
@@ -88,3 +99,10 @@ def tensor_at(address: int, length: int, release: Callable[[int, int], None] = u
     array = (ctypes.c_char * length).from_address(address)  # lives as long as the tensor's memory is used
     weakref.finalize(array, release, address, length).atexit = False
     return torch.frombuffer(array, dtype=torch.uint8)
+
+
+def trim_heap() -> None:
+    """Return what the heap keeps for later to the system, where its library can (glibc's)."""
+    trim = getattr(_libc, "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -78,6 +78,10 @@ class DeviceMesh(TorchDeviceMesh):
         numbers, faults = grid.flatten().tolist(), []
         if not numbers or min(numbers) < 0 or len(set(numbers)) != len(numbers):
             faults.append(f"DeviceMesh({device_type!r}, {mesh!r}): every device number must be >= 0 and occur once.")
+        try:
+            torch.device(device_type)
+        except (RuntimeError, TypeError):
+            faults.append(f"DeviceMesh({device_type!r}, {mesh!r}): torch knows no devices called {device_type!r}.")
         names = tuple(mesh_dim_names) if mesh_dim_names is not None else None
         if names is not None and (len(names) != grid.ndim or len(set(names)) != len(names)):
             faults.append(f"mesh_dim_names={names} for a mesh of {grid.ndim} axes: give one distinct name per axis.")

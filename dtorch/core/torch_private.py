@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -141,6 +141,22 @@ def script_as(new: Any, old: Any) -> None:
 def trees() -> Any:
     """torch's functions on nested containers (``tree_flatten``, ``tree_unflatten``); libraries register theirs there."""
     return _pytree
+
+
+def compile_function(function: Callable[..., Any], examples: Sequence[torch.Tensor]) -> Callable[..., Any]:
+    """A function of tensors, without effects on them, compiled by inductor for tensors formed like the examples.
+
+    Raises:
+        Exception: of many kinds, it cannot be compiled: there is no compiler, or no kernel of a form.
+    """
+    from torch._inductor import compile as compile_graph
+    from torch._inductor import config
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    # With one thread inductor keeps no processes of its own.
+    with torch.inference_mode(False), torch.no_grad(), config.patch(compile_threads=1):
+        graph = make_fx(function, tracing_mode="fake")(*examples)
+        return compile_graph(graph, list(examples))  # type: ignore[no-any-return]
 
 
 def modes_are_active() -> bool:

@@ -13,7 +13,8 @@ def make_link(config: SessionConfig) -> Link:
     Raises:
         DtorchError: this machine has no devices of the type that workers are to use.
     """
-    _check_device_type(config.device_type)
+    if config.mode != "cluster":
+        _check_device_type(config.device_type)
     if config.mode == "inline" and config.null_workers:
         from dtorch.launch.dry import DryLink
 

@@ -174,14 +174,26 @@ class LocalLink:
             "log_operators": config.log_operators,
             "log_bytes": config.log_bytes,
         }
-        environment = {**os.environ, **config.env}
+        return self._run(
+            "dtorch.controller", (json.dumps(settings),), (client_fd, census_fd), {**os.environ, **config.env}
+        )
+
+    @staticmethod
+    def _run(
+        module: str,
+        arguments: Sequence[str],
+        descriptors: Sequence[int],
+        environment: Mapping[str, str],
+        stdin: int = subprocess.DEVNULL,
+    ) -> subprocess.Popen[bytes]:
+        """Start a module of this package as a child that inherits these descriptors."""
         # The children import this very package, and nothing from the current directory.
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (_PACKAGE_ROOT, environment.get("PYTHONPATH"))))
+        path = os.pathsep.join(filter(None, (_PACKAGE_ROOT, environment.get("PYTHONPATH"))))
         return subprocess.Popen(
-            [sys.executable, "-P", "-u", "-m", "dtorch.controller", json.dumps(settings)],
-            env=environment,
-            pass_fds=(client_fd, census_fd),
-            stdin=subprocess.DEVNULL,
+            [sys.executable, "-P", "-u", "-m", module, *arguments],
+            env={**environment, "PYTHONPATH": path},
+            pass_fds=descriptors,
+            stdin=stdin,
             stdout=2,  # what workers print must not mix with the program's output
             start_new_session=True,
         )

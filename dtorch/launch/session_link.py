@@ -1,4 +1,4 @@
-"""Local mode: a session's link to workers that are child processes."""
+"""Local and cluster mode: a session's link to workers that are other processes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from dtorch.comm.channel import Frame
 from dtorch.core.config import SessionConfig, cores
 from dtorch.core.errors import DtorchError
+from dtorch.launch.cluster import PoolLink
 from dtorch.launch.local import LaunchConfig, LocalLink
 from dtorch.protocol import messages as M
 from dtorch.protocol.codec import decode, encode
@@ -28,6 +29,13 @@ class ProcessLink:
 
     def __init__(self, config: SessionConfig) -> None:
         self._config = config
+        self._count = 0
+        self._shared = 0
+        if config.mode == "cluster":
+            pool = PoolLink(config)
+            self._link: LocalLink = pool
+            self._most = min(config.workers or pool.workers, pool.workers)
+            return
         self._most = config.workers or cores()
         roots = {} if config.file_roots is None else {"DTORCH_FILE_ROOTS": os.pathsep.join(config.file_roots)}
         self._link = LocalLink(
@@ -40,8 +48,6 @@ class ProcessLink:
                 log_bytes=config.log_bytes,
             )
         )
-        self._count = 0
-        self._shared = 0
 
     def assign(self, devices: Sequence[int]) -> dict[int, int]:
         """Worker of each new device."""

@@ -9,6 +9,9 @@ from torch import nn
 
 from dtorch.client.tensor import DTensor
 
+# Where ``parallelize`` leaves, in a module, what a user should know of its layout.
+NOTES = "_dtorch_layout_notes"
+
 
 @dataclass(frozen=True)
 class Row:
@@ -23,9 +26,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Description:
-    """All rows; ``str()`` of it is the table."""
+    """All rows, and sentences on what the table does not show; ``str()`` of it is the table with them."""
 
     rows: tuple[Row, ...]
+    notes: tuple[str, ...] = ()
 
     @property
     def bytes_by_device(self) -> dict[int, int]:
@@ -44,7 +48,7 @@ class Description:
             dtype = str(r.dtype).removeprefix("torch.")
             out.append(f"{r.name:{width}s}  {r.shape!s:18s} {dtype:9s} {most:16,d}  {r.placements}")
         out.append("bytes by device: " + ", ".join(f"{d}: {n:,}" for d, n in self.bytes_by_device.items()))
-        return "\n".join(out)
+        return "\n".join([*out, *self.notes])
 
 
 def describe(module: nn.Module) -> Description:
@@ -66,4 +70,4 @@ def describe(module: nn.Module) -> Description:
         else:
             held, where = {}, f"plain, on {t.device}"
         rows.append(Row(name, tuple(t.shape), t.dtype, where, held))
-    return Description(tuple(rows))
+    return Description(tuple(rows), module.__dict__.get(NOTES, ()))

@@ -24,6 +24,7 @@ from torch import nn
 from dtorch.client.each import even, exchange, from_each, refuse_reads, to_each
 from dtorch.client.factories import make
 from dtorch.client.tensor import DTensor
+from dtorch.core.errors import PlacementError
 from dtorch.core.mesh import DeviceMesh
 from dtorch.core.placements import REPLICATE, Partial, Placement, Shard
 
@@ -38,6 +39,23 @@ def find_experts(module: nn.Module) -> dict[str, nn.Module]:
         for name, part in module.named_modules()
         if hasattr(part, "_is_expert_parallel") and isinstance(getattr(part, "num_experts", None), int)
     }
+
+
+def check_experts(module: nn.Module, devices: int) -> tuple[str, ...]:
+    """What a user should know of experts that do not divide by the devices along ``ep``.
+
+    Raises:
+        PlacementError: a module has fewer experts than there are devices.
+    """
+    counts = {name: int(part.num_experts) for name, part in find_experts(module).items()}  # type: ignore[arg-type]
+    for name, count in counts.items():
+        if count < devices:
+            raise PlacementError(f"{name} has {count} experts, which cannot be spread over {devices} devices along ep.")
+    uneven = [name for name, count in counts.items() if count % devices]
+    if not uneven:
+        return ()
+    first = f"{uneven[0]}: {counts[uneven[0]]} experts"
+    return (f"{first} do not divide by ep={devices}: every device gathers them all in each call.",)
 
 
 def on_own_experts(part: nn.Module, ep: Sequence[int]) -> None:

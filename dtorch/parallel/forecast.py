@@ -62,7 +62,7 @@ class Forecast:
         parameters: their placements and bytes.
         layers: cost by name of the layer (of the longest list of layers); "" for what lies outside of them.
         total: of everything.
-        seconds: of the call, stages overlapping where there are micro-batches.
+        seconds: of the call, stages overlapping where there are micro-batches; at least what it takes to issue it.
         working_bytes: of the largest operator's tensors on one device.
         microbatches: parts in which the batch runs.
     """
@@ -93,10 +93,11 @@ class _Observer:
         self.links, self.layer = links, ""
         self.layers: dict[str, Cost] = {"": Cost()}
         self.stages: dict[MeshLayout, float] = {}
-        self.working_bytes = 0
+        self.working_bytes = self.operators = 0
 
     def ran(self, plan: Plan, frame: Any) -> None:
         """An operator was planned."""
+        self.operators += 1
         held = [s for s in (*plan.wanted, *(r.spec for r in plan.results if not r.same)) if s is not None]
         touched = sum(_local_bytes(s) for s in held)
         views = bool(plan.results) and all(r.alias is not None and not r.same for r in plan.results)
@@ -203,6 +204,7 @@ def forecast(
     parts = microbatches if len(stages) > 1 else 1
     # The first part goes through all stages, the others follow at the pace of the slowest.
     seconds = sum(stages) / parts + (parts - 1) * max(stages, default=0.0) / parts
+    seconds = max(seconds, observer.operators * links.issue_s)
     return Forecast(dict(layout), parameters, observer.layers, total, seconds, observer.working_bytes, microbatches)
 
 

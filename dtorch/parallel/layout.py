@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 import torch
@@ -12,13 +13,16 @@ from dtorch.core.errors import PlacementError
 from dtorch.core.mesh import DeviceMesh
 from dtorch.core.placements import Placement, Replicate, Shard
 from dtorch.parallel.axes import axes
-from dtorch.parallel.experts import find_experts, on_own_experts
+from dtorch.parallel.between import cut_between
+from dtorch.parallel.describe import NOTES
+from dtorch.parallel.experts import check_experts, find_experts, on_own_experts
+from dtorch.parallel.heads import between_heads
 from dtorch.parallel.images import is_autoencoder, parallelize_decoder
 from dtorch.parallel.inputs import cut_inputs
 from dtorch.parallel.microbatches import in_micro_batches
 from dtorch.parallel.pipeline import Carrier, find_layers, move_inputs, share_parameters, stage_of_layers
 from dtorch.parallel.place import place
-from dtorch.parallel.plans import cuts
+from dtorch.parallel.plans import check_plan, cuts, wants_sequence_parallel
 from dtorch.parallel.sequences import cut_sequences
 from dtorch.parallel.zero import shard_states
 
@@ -28,6 +32,7 @@ def parallelize(
     mesh: DeviceMesh,
     plan: str | Mapping[str, Any] = "auto",
     *,
+    sequence_parallel: bool = False,
     zero: int = 0,
     microbatches: int = 1,
     chunks: int = 1,
@@ -47,6 +52,8 @@ def parallelize(
         plan: ``"auto"``: the model's own tensor-parallel plan, or one found for it; or a dict of patterns of module
             names (``*`` matches one part) to styles such as ``"colwise"`` and ``"rowwise"``; or ``"best"``: the first
             layout that ``dtorch.suggest`` has for the devices of the mesh, in place of its axes.
+        sequence_parallel: cut activations between the tensor-parallel blocks along the sequence, by ``tp``; so does a
+            plan with a ``SequenceParallel``.
         zero: 0, 1, 2 or 3: cut optimizer states, gradients, parameters along ``dp`` as well.
         microbatches: a call cuts its batch into so many, as far as the batch divides, so that the stages of ``pp`` work
             at once. For training with them see ``dtorch.parallel.schedule``.
@@ -65,8 +72,8 @@ def parallelize(
     if is_autoencoder(module):
         parallelize_decoder(module, mesh)
         return module
-    chosen = cuts(module, None if isinstance(plan, str) else plan)
     tp, ep = axes(mesh, "tp"), axes(mesh, "ep")
+    chosen, notes = _cuts(module, mesh, plan)
     experts = _expert_parameters(module) if ep else frozenset()
     stages = _stages(module, mesh, chunks)
 
@@ -82,11 +89,14 @@ def parallelize(
         return stage, tuple(placements[a] for a in stages.kept)
 
     place(module, where)
+    module.__dict__[NOTES] = notes
     if zero:
         shard_states(module, [stages.kept.index(a) for a in axes(mesh, "dp")], zero)
     if ep or axes(mesh, "dp"):
         for part in find_experts(module).values():
             on_own_experts(part, [stages.kept.index(a) for a in ep])
+    if tp and (sequence_parallel or wants_sequence_parallel(plan)):
+        cut_between(module, chosen, [stages.kept.index(a) for a in tp])
     carrier = Carrier()
     for part, there, opens_stage in stages.entries:
         share_parameters(part.modules(), there, carrier)
@@ -110,10 +120,21 @@ def _check_arguments(plan: str | Mapping[str, Any], zero: int, microbatches: int
     if zero not in (0, 1, 2, 3):
         raise PlacementError(f"zero={zero!r}: use 0, 1, 2 or 3.")
     for name, count in (("microbatches", microbatches), ("chunks", chunks)):
-        if count < 1:
+        if type(count) is not int or count < 1:
             raise PlacementError(f"{name}={count!r}: use a whole number of at least 1.")
-    if isinstance(plan, str) and plan != "auto":
+    if plan != "auto" and not isinstance(plan, Mapping):
         raise PlacementError(f"plan={plan!r}: use 'auto', 'best' or a dict of patterns to styles.")
+
+
+def _cuts(module: nn.Module, mesh: DeviceMesh, plan: str | Mapping[str, Any]) -> tuple[dict[str, Shard], tuple[str, ...]]:
+    """How ``tp`` cuts parameters, and what a user should know of heads and experts."""
+    tp, ep = (prod(mesh.size(axis) for axis in axes(mesh, kind)) for kind in ("tp", "ep"))
+    of_experts = check_experts(module, ep) if ep > 1 else ()
+    if not isinstance(plan, str):
+        check_plan(module, plan)
+        return cuts(module, plan), of_experts
+    chosen, of_heads = between_heads(module, cuts(module, None), tp)
+    return chosen, of_heads + of_experts
 
 
 def _expert_parameters(module: nn.Module) -> frozenset[str]:

@@ -39,6 +39,7 @@ class Links:
         flops_per_s: of one device, in matrix products.
         memory_bytes_per_s: of one device, read and written by operators on single elements.
         operator_s: what an operator takes however small it is.
+        issue_s: what an operator takes the client, which issues all of them: no call is shorter than that.
         kinds: communication by kind of step.
         measured: where the figures come from.
     """
@@ -46,6 +47,7 @@ class Links:
     flops_per_s: float = 5e10
     memory_bytes_per_s: float = 5e9
     operator_s: float = 2e-5
+    issue_s: float = 4e-5
     kinds: dict[str, Link] = field(default_factory=lambda: dict.fromkeys(KINDS, Link(3e-4, 6e8)))
     measured: str = "assumed: two CPU cores; measure with `dtorch bench-links`"
 
@@ -120,7 +122,21 @@ def measure(devices: int) -> Links:
     wide = _filled((1 << 22,), mesh, every)
     tiny = _filled((8,), mesh, every)
     product, copy, least = _seconds(lambda: a @ b), _seconds(lambda: wide + 1), _seconds(lambda: tiny + 1)
-    return Links(2 * n**3 / product, 2 * wide.nbytes / copy, least, kinds, f"measured on {devices} devices")
+    issue = _issue_seconds(lambda: tiny + 1)
+    return Links(2 * n**3 / product, 2 * wide.nbytes / copy, least, issue, kinds, f"measured on {devices} devices")
+
+
+def _issue_seconds(work: Callable[[], Any]) -> float:
+    """Median processor time that this process needs for one call among many."""
+    session, times = graph.current_session(), []
+    repeats = 200
+    for _ in range(_REPEATS):
+        session.synchronize()
+        start = time.thread_time()
+        for _ in range(repeats):
+            work()
+        times.append((time.thread_time() - start) / repeats)
+    return sorted(times)[_REPEATS // 2]
 
 
 def _filled(shape: tuple[int, ...], mesh: DeviceMesh, placements: Sequence[Placement]) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from dtorch.core.errors import PlacementError
 from dtorch.core.placements import Shard
 
 # transformers' plan styles and those of torch.distributed.tensor.parallel, by what they mean for a weight of
@@ -35,6 +36,13 @@ _STYLES: dict[str, str | None] = {
     "PackedRowwiseParallel": "in",
 }
 
+# Styles that say what activations or gradients need, which follows from where parameters lie.
+_FOLLOWING = frozenset({
+    "replicate", "replicated_with_grad_allreduce", "all_reduce", "local_params", "local", "gather", "mla_kv_a_proj",
+    "moe_tp_experts", "moe_identity_expert", "moe_experts_allreduce", "ep_router", "grouped_gemm", "sequence_parallel",
+    "SequenceParallel", "PrepareModuleInput", "PrepareModuleOutput", "PrepareModuleInputOutput",
+})  # fmt: skip
+
 _OUT = re.compile(
     r"(^|[._])(q|k|v|qkv|query|key|value|query_key_value|c_attn|q_a|q_b|kv_b|in_proj|wi|wi_0|wi_1|w1|w3|gate|up|gate_up|fc1|fc_in|"
     r"lin1|c_fc|dense_h_to_4h|intermediate\.dense|ffn_1|Wqkv|Wi|up_proj|gate_proj|to_q|to_k|to_v|add_q|add_k|add_v|"
@@ -50,6 +58,30 @@ def own_plan(model: nn.Module) -> dict[str, str]:
     """transformers' tensor-parallel plan of a model: pattern of module or parameter names -> style; maybe empty."""
     plan = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
     return dict(plan) if isinstance(plan, Mapping) else {}
+
+
+def check_plan(model: nn.Module, plan: Mapping[str, Any]) -> None:
+    """Refuse a plan of a user's that names what is not there.
+
+    Raises:
+        PlacementError: an unknown style, or a pattern that stands for nothing in the model.
+    """
+    names = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
+    for pattern, style in plan.items():
+        if _style(style) not in _STYLES and _style(style) not in _FOLLOWING:
+            known = ", ".join(s for s in _STYLES if s.islower())
+            raise PlacementError(f"plan[{pattern!r}] = {style!r} is no known style. Use one of {known}.")
+        if not any(map(re.compile(_pattern(pattern)).fullmatch, names)):
+            raise PlacementError(
+                f"plan[{pattern!r}]: {type(model).__name__} has no module or parameter of that name; {names[-1]!r} is one "
+                "that it has, and * stands for one part between dots."
+            )
+
+
+def wants_sequence_parallel(plan: str | Mapping[str, Any]) -> bool:
+    """Whether a plan has activations cut along the sequence between its blocks."""
+    asking = {"SequenceParallel", "sequence_parallel"}
+    return not isinstance(plan, str) and any(_style(style) in asking for style in plan.values())
 
 
 def cuts(model: nn.Module, plan: Mapping[str, Any] | None) -> dict[str, Shard]:

@@ -83,7 +83,9 @@ def suggest(
     for planned, parts in found:
         fits = memory_per_device is None or planned.bytes_per_device <= memory_per_device
         out.append(Suggestion(planned.layout, parts, planned, fits, _reason(planned, links, memory_per_device)))
-    return sorted(out, key=lambda s: (not s.fits, s.forecast.seconds if s.fits else s.forecast.bytes_per_device))
+    # Of those that the client cannot issue any faster, the one that keeps its devices busy for less.
+    cost = [(s.forecast.seconds, s.forecast.total.seconds) if s.fits else (s.forecast.bytes_per_device, 0.0) for s in out]
+    return [s for _, s in sorted(zip(cost, out, strict=True), key=lambda entry: (not entry[1].fits, entry[0]))]
 
 
 def best_mesh(model: nn.Module, mesh: DeviceMesh, batch: int, sequence: int) -> tuple[DeviceMesh, int]:

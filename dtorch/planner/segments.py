@@ -103,9 +103,12 @@ def unit_candidates(
     if not isinstance(current, Shard) or current.segments or any(isinstance(c, tuple) and c[0] == "fold" for c in cut):
         return
     label = labels[current.dim]
-    before, after = rule.scales.get(label, (0, 0))
+    if label not in rule.scales:
+        return
+    before, after = rule.scales[label]
+    heads = math.gcd(before, after)
     # Where the cut goes through heads, a device gets the rest of its own from others, if there are as many as devices.
-    for unit in (current.unit, before // math.gcd(before, after) if parts <= math.gcd(before, after) else 0):
+    for unit in (current.unit, before // heads if parts <= heads else 0):
         if unit and not unit * after % before:
             there = Shard(rule.outputs[0].index(label), (), unit * after // before)
             yield [Shard(current.dim, (), unit)], [there], ("unit", label)

@@ -31,23 +31,53 @@ def clip(text: str) -> str:
     return text[-MAX_TEXT:].encode("utf-8", "replace").decode("utf-8")
 
 
+class Codec:
+    """Headers of the messages of one union."""
+
+    def __init__(self, union: Any) -> None:
+        self._kinds: dict[int, Any] = {kind.KIND: kind for kind in get_args(union)}
+        self._fields: dict[Any, list[tuple[str, _Check]]] = {k: _field_checkers(k) for k in self._kinds.values()}
+
+    def encode(self, message: Any) -> bytes:
+        """As ``encode``."""
+        kind = type(message)
+        values = [kind.KIND]
+        for name, check in self._fields[kind]:
+            values.append(check(getattr(message, name), name))
+        try:
+            header: bytes = _pack(values)
+        except ValueError as error:  # text with lone surrogates
+            raise ProtocolError(f"{kind.__name__} holds text that is not valid Unicode: {error}") from error
+        if len(header) > MAX_HEADER_BYTES:
+            raise ProtocolError(f"{kind.__name__} takes {len(header)} bytes, the limit is {MAX_HEADER_BYTES}")
+        return header
+
+    def decode(self, header: bytes | bytearray | memoryview) -> Any:
+        """As ``decode``."""
+        if len(header) > MAX_HEADER_BYTES:
+            raise ProtocolError(f"a header of {len(header)} bytes, the limit is {MAX_HEADER_BYTES}")
+        try:
+            values = msgpack.unpackb(header, max_array_len=MAX_ITEMS, max_map_len=MAX_ITEMS, max_ext_len=0)
+        except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
+            raise ProtocolError(f"a header is not msgpack: {type(error).__name__}: {error}") from error
+        if type(values) is not list or not values or type(values[0]) is not int:
+            raise ProtocolError("a header is a list that begins with the number of its kind")
+        kind = self._kinds.get(values[0])
+        if kind is None:
+            raise ProtocolError(f"there is no message of kind {values[0]}")
+        specs = self._fields[kind]
+        if len(values) != len(specs) + 1:
+            raise ProtocolError(f"{kind.__name__} has {len(specs)} fields, not {len(values) - 1}")
+        return kind(*[check(value, name) for (name, check), value in zip(specs, values[1:], strict=True)])
+
+
 def encode(message: Message) -> bytes:
     """The header frame of a message.
 
     Raises:
         ProtocolError: a field has a wrong type or is out of bounds; the text names it.
     """
-    kind = type(message)
-    values = [kind.KIND]
-    for name, check in _FIELDS[kind]:
-        values.append(check(getattr(message, name), name))
-    try:
-        header: bytes = _pack(values)
-    except ValueError as error:  # text with lone surrogates
-        raise ProtocolError(f"{kind.__name__} holds text that is not valid Unicode: {error}") from error
-    if len(header) > MAX_HEADER_BYTES:
-        raise ProtocolError(f"{kind.__name__} takes {len(header)} bytes, the limit is {MAX_HEADER_BYTES}")
-    return header
+    return _codec.encode(message)
 
 
 def decode(header: bytes | bytearray | memoryview) -> Message:
@@ -56,21 +86,7 @@ def decode(header: bytes | bytearray | memoryview) -> Message:
     Raises:
         ProtocolError: this is no valid header.
     """
-    if len(header) > MAX_HEADER_BYTES:
-        raise ProtocolError(f"a header of {len(header)} bytes, the limit is {MAX_HEADER_BYTES}")
-    try:
-        values = msgpack.unpackb(header, max_array_len=MAX_ITEMS, max_map_len=MAX_ITEMS, max_ext_len=0)
-    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
-        raise ProtocolError(f"a header is not msgpack: {type(error).__name__}: {error}") from error
-    if type(values) is not list or not values or type(values[0]) is not int:
-        raise ProtocolError("a header is a list that begins with the number of its kind")
-    kind = _KINDS.get(values[0])
-    if kind is None:
-        raise ProtocolError(f"there is no message of kind {values[0]}")
-    specs = _FIELDS[kind]
-    if len(values) != len(specs) + 1:
-        raise ProtocolError(f"{kind.__name__} has {len(specs)} fields, not {len(values) - 1}")
-    message: Message = kind(*[check(value, name) for (name, check), value in zip(specs, values[1:], strict=True)])
+    message: Message = _codec.decode(header)
     return message
 
 
@@ -150,5 +166,4 @@ def _field_checkers(kind: type) -> list[tuple[str, _Check]]:
 
 
 _pack = msgpack.Packer(default=_row).pack
-_KINDS: dict[int, Any] = {kind.KIND: kind for kind in get_args(Message)}
-_FIELDS: dict[Any, list[tuple[str, _Check]]] = {kind: _field_checkers(kind) for kind in _KINDS.values()}
+_codec = Codec(Message)

@@ -25,26 +25,44 @@ code and then its operands, so that running a cached operator costs the client o
                                            the first part makes the tensor. Numbered as an operator is. With a negative
                                            file the bytes are in that frame
     RECORD    id, data                     commands to run again and again (protocol.records); forget them when it is None
-    MEMORY    request, reset               bytes that tensors hold now and at most (msgpack, in a VALUE of one position, the
-                                           worker's number); with reset, count the most anew
+    MEMORY    request, what                HELD: bytes that tensors hold now and at most (msgpack, in a VALUE of one position,
+                                           the worker's number); ANEW: the same, and count the most anew; EACH: [id of a
+                                           tensor, [[number of the memory, bytes] of each part here]] of all of them;
+                                           SPARE: give spare memory back to the system, bytes as far as they are known
+    LIMIT     bytes                        what tensors may occupy on each device; an operator that needs more fails
+    SAVE      save, directory              begin a save into this directory; forget it when that is None
+    WRITE     save, file, id, spec, offset, positions, last   copy what these positions of the mesh hold and write it, while
+                                           other commands run, into a file that is there, whose row-major bytes of the
+                                           whole tensor begin at the offset; after the last one, sync and say SAVED
+    PROFILE   request, goes on             what has been measured since the last time, see protocol.events (in a VALUE of one
+                                           position, the worker's number); measuring begins with the first, and ends
+                                           with one that does not go on
     REPLAY    record, ids of its arguments, id of the first result   run a record. Numbered as one operator
 """
 
 from __future__ import annotations
 
-MESH, SPEC, PLAN, PUT, FETCH, SEED, STATE, RESTORE, SYNC, COUNT, MAP, OPEN, CLOSE, LOAD, RECORD, REPLAY, MEMORY = range(17)
+(
+    MESH, SPEC, PLAN, PUT, FETCH, SEED, STATE, RESTORE, SYNC, COUNT, MAP, OPEN, CLOSE, LOAD, RECORD, REPLAY, MEMORY, SAVE,
+    WRITE, PROFILE, LIMIT,
+) = range(21)  # fmt: skip
 FIRST_PLAN = 32
+HELD, ANEW, EACH, SPARE = range(4)
 
 # Replies from a worker: a msgpack list [kind, ...] and raw buffers as further frames.
 #   VALUE   request, worker, positions, error or None   buffers: one a position
 #   META    request, [[shape, stride, dtype], ...], error or None   what a dynamic operator returned
 #   DONE    request, worker, error or None              answer to SYNC and OPEN; the error is a [type, text]
+#   SAVED   save, worker, error or None                 all that the worker writes of a save is on the disk, or why not
 #   ERROR   serial, operator, device, type, text, traceback, inputs, step   the inputs as texts: spec, shape of the piece;
 #                                                      within a REPLAY, step is the number of the operator in the record
 # The error of VALUE and META is [serial of the operator that failed, text].
-VALUE, META, DONE, ERROR = "value", "meta", "done", "error"
+VALUE, META, DONE, SAVED, ERROR = "value", "meta", "done", "saved", "error"
 
 
-def is_error(reply: bytes | bytearray | memoryview) -> bool:
-    """Whether the first frame of a reply says ERROR; as msgpack writes a list that begins with that text."""
-    return bytes(reply[1:7]) == b"\xa5error"
+def is_unasked(reply: bytes | bytearray | memoryview) -> bool:
+    """Whether the first frame of a reply says SAVED or ERROR, which come at any time, and again after a loss.
+
+    Told by how msgpack writes a list that begins with that text.
+    """
+    return bytes(reply[1:7]) in (b"\xa5saved", b"\xa5error")

@@ -50,7 +50,7 @@ class Batch:
 
     It goes to the workers in ``targets``, or, with ``None``, to all that were asked for before it. Workers in
     ``targets`` that have been lost are left out. ``seq`` rises from batch to batch. ``shared`` is 1 when the payload
-    refers to the client's shared memory, whose content may change once the batch is acknowledged.
+    refers to the client's shared memory or opens a file: their content may change once the batch is acknowledged.
     """
 
     KIND: ClassVar[int] = 4
@@ -202,7 +202,7 @@ class Broken:
 class Replay:
     """Controller to worker, first of all: start from a snapshot, if one is named, and be silent about what follows.
 
-    Until ``Resume`` batches are not acknowledged, and the only replies are reports of failures.
+    Until ``Resume`` batches are not acknowledged, and the only replies are reports of failures and of saves.
     """
 
     KIND: ClassVar[int] = 22
@@ -213,7 +213,7 @@ class Replay:
 class Resume:
     """Controller to worker: the replay is over. Reply: ``Resumed``.
 
-    Of the next batch the client has got this many replies, failures not counted; they are not sent again.
+    Of the next batch the client has got this many replies, failures and saves not counted; they are not sent again.
     """
 
     KIND: ClassVar[int] = 23

@@ -33,6 +33,7 @@ class WireRecord:
         commands: flat, see above.
         results: variables of the new tensors that outlive it, in order.
         replaced: (argument or captured variable, variable): what it stands for from then on.
+        fuse: operators in a row may become one compiled function, whose results differ in the last bits.
     """
 
     arguments: int
@@ -40,13 +41,14 @@ class WireRecord:
     commands: list[Any]
     results: tuple[int, ...]
     replaced: tuple[tuple[int, int], ...]
+    fuse: bool = False
 
 
 def encode_record(record: WireRecord) -> list[Any]:
     """The msgpack form."""
     return [
         record.arguments, list(record.captured), record.commands, list(record.results),
-        [list(pair) for pair in record.replaced],
+        [list(pair) for pair in record.replaced], record.fuse,
     ]  # fmt: skip
 
 
@@ -57,13 +59,14 @@ def decode_record(data: Any) -> WireRecord:
         ProtocolError: malformed data.
     """
     try:
-        arguments, captured, commands, results, replaced = data
+        arguments, captured, commands, results, replaced, fuse = data
         return WireRecord(
             int(arguments),
             tuple(map(int, captured)),
             list(commands),
             tuple(map(int, results)),
             tuple((int(a), int(b)) for a, b in replaced),
+            bool(fuse),
         )
     except (ValueError, TypeError) as e:
         raise ProtocolError(f"malformed record: {e}") from e

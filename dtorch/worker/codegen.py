@@ -7,6 +7,8 @@ enters through the function's namespace as a value; keyword names are checked wh
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
+from types import CodeType
 from typing import Any
 
 import torch
@@ -96,8 +98,14 @@ def compile_simple(
         stores = "; ".join(f"s[o+{j}] = [r[{k}]]" for j, k in enumerate(new))
         body = f"r = f({call}); o = c[i+{first}]; {stores}"
     source = f"def run(s, c, i):\n    {body}\n    return i + {first + bool(new)}\n"
-    exec(compile(source, "<dtorch plan>", "exec"), constants)  # noqa: S102  (numbers and checked names only)
+    exec(_compiled(source), constants)  # noqa: S102  (numbers and checked names only)
     return constants["run"]  # type: ignore[no-any-return]
+
+
+@lru_cache(maxsize=4096)
+def _compiled(source: str) -> CodeType:
+    """Plans that differ in their values only, as in sizes, share the code: compiling takes most of their time."""
+    return compile(source, "<dtorch plan>", "exec")
 
 
 def _has_marks(values: list[Any]) -> bool:

@@ -116,7 +116,7 @@ class Collectives:
 
     Args:
         index: this worker's number.
-        peers_dir: directory in which workers meet to form groups; ``None`` when there are no other workers.
+        peers_dir: where workers meet to form groups, see ``Groups``; ``None`` when there are no other workers.
         timeout_s: how long an operation waits for the other workers.
         device: where the local tensors live.
         hostname: address on which this worker listens for others (gloo).
@@ -137,7 +137,7 @@ class Collectives:
         self._words = self.groups
         if self.device.type != "cpu":  # words are for the host: they must not wait for a device
             directory = None if peers_dir is None else os.path.join(peers_dir, "words")
-            if directory is not None:
+            if directory is not None and "://" not in directory:
                 os.makedirs(directory, exist_ok=True)
             self._words = Groups(index, directory, timeout_s, torch.device("cpu"), hostname)
         self._native = self.device.type != "cpu" if native is None else native

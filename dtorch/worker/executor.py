@@ -18,13 +18,16 @@ from dtorch.protocol.plans import WirePlan, decode_plan
 from dtorch.protocol.records import decode_record
 from dtorch.protocol.values import decode, decode_spec, dtype_from, dtype_name
 from dtorch.worker import snapshot
+from dtorch.worker.budget import Budget, local_bytes
 from dtorch.worker.collectives import Collectives
 from dtorch.worker.files import Bytes, Files, SharedMemory, load
 from dtorch.worker.generators import Generators
-from dtorch.worker.memory import fresh
-from dtorch.worker.meter import MeteredStore, blocks
+from dtorch.worker.memory import fresh, give_back
+from dtorch.worker.meter import MeteredStore, blocks, parts
+from dtorch.worker.profile import Profile
 from dtorch.worker.program import Poison, Program
 from dtorch.worker.record import Record
+from dtorch.worker.saves import Saves
 from dtorch.worker.streams import Streams, device_of
 
 # In place of an operator's serial, where something else failed.
@@ -38,23 +41,25 @@ class Executor:
     Args:
         devices: global numbers of the devices hosted here.
         send: sends a reply (frames) towards the client.
-        peers_dir: rendezvous directory for process groups, ``None`` when there are no other workers.
+        peers_dir: where workers meet to form process groups (see ``Groups``), ``None`` when there are no other workers.
         index: this worker's number.
         physical: the torch device on which local tensors live.
-        file_roots: directories below which files may be read; by default those of the process's environment.
+        file_roots: directories below which files may be read and written; by default those of the environment.
+        hostname: address on which this worker listens for others.
     """
 
     def __init__(
         self, devices: Sequence[int], send: Send, peers_dir: str | None = None, index: int = 0, physical: str = "cpu",
-        file_roots: Sequence[str] | None = None,
+        file_roots: Sequence[str] | None = None, hostname: str = "127.0.0.1",
     ) -> None:  # fmt: skip
         self.devices, self.index = list(devices), index
         self._send = send
         self.device = device_of(physical, devices)
         self.streams = Streams(self.device)
-        self.collectives = Collectives(index, peers_dir, device=self.device)
+        self.collectives = Collectives(index, peers_dir, device=self.device, hostname=hostname)
         self.generators = Generators(self.device)
         self.files = Files(file_roots, maps=peers_dir is not None)
+        self.saves = Saves(lambda save, fault: self._reply([C.SAVED, save, index, fault]), file_roots)
         self.meshes: dict[int, MeshLayout] = {}
         self.positions: dict[int, list[int]] = {}
         self.specs: dict[int, TensorSpec] = {}
@@ -62,12 +67,16 @@ class Executor:
         self.store: dict[int, Any] = {}
         self.records: dict[int, Record] = {}
         self.serial = 0  # operators seen so far, the client's numbering
+        self.exchange: Callable[[Any, Any], Any] = self.collectives.run
+        self.tell: Callable[[Any, Any], Any] = self.collectives.tell
+        self.profile: Profile | None = None
+        self.budget: Budget | None = None
         self._muted = 0  # replies that are not to be sent
         self.within: int | None = None  # number of the operator within the record that runs
-        self._handlers: list[Callable[[list[Any], int, Sequence[memoryview]], int]] = [
+        self.handlers: list[Callable[[list[Any], int, Sequence[memoryview]], int]] = [
             self._mesh, self._spec, self._plan, self._put, self._fetch, self._seed, self._state,
             self._restore, self._sync, self._count, self._map, self._open, self._close, self._load, self._record,
-            self._replay, self._memory,
+            self._replay, self._memory, self._save, self._write, self._profile, self._limit,
         ]  # fmt: skip
 
     def run(self, frames: Sequence[bytes | memoryview]) -> None:
@@ -77,10 +86,13 @@ class Executor:
             ProtocolError: the batch does not follow the protocol; the session cannot go on.
             CommError: another worker is gone or does not answer; neither can go on.
         """
+        if self.profile is not None:
+            self.profile.run(frames)
+            return
         commands = msgpack.unpackb(frames[0], strict_map_key=False)
         i, end = 0, len(commands)
         serial = self.serial
-        programs, store, handlers = self.programs, self.store, self._handlers
+        programs, store, handlers = self.programs, self.store, self.handlers
         first, pop = C.FIRST_PLAN, store.pop
         with torch.inference_mode():  # cheaper than no_grad, for views above all
             while i < end:
@@ -113,7 +125,7 @@ class Executor:
         self.serial = serial
 
     def mute(self, replies: int) -> None:
-        """Send so few replies less from now on, reports of failures not counted."""
+        """Send so few replies less from now on, reports of failures and of saves not counted."""
         self._muted = replies
 
     def save(self, path: str) -> None:
@@ -122,6 +134,7 @@ class Executor:
         Raises:
             OSError: it cannot be written.
         """
+        self.saves.settle()  # who starts from here does not write it again
         tensors = {number: list(value) for number, value in self.store.items() if not isinstance(value, Poison)}
         lost = {number: (v.serial, v.text) for number, v in self.store.items() if isinstance(v, Poison)}
         snapshot.save(path, snapshot.Snapshot(tensors, lost, self.generators.states(), self.serial))
@@ -140,6 +153,7 @@ class Executor:
     def close(self) -> None:
         """Forget everything and leave the process groups."""
         self.store.clear()
+        self.saves.close()
         self.files.close_all()
         self.collectives.close()
 
@@ -172,6 +186,8 @@ class Executor:
             return
         for new, k in enumerate(program.new, first_out):
             self.store[new] = made[k]
+        if self.budget is not None:
+            self.budget.made(plan.mesh, range(first_out, first_out + len(program.new)))
         if plan.dynamic:
             found = [[list(t.shape), list(t.stride()), dtype_name(t.dtype)] for local in made for t in local[:1]]
             self._answer(program, commands, i, found, None)
@@ -190,17 +206,23 @@ class Executor:
         for slot, steps in plan.moves:
             for step in steps:
                 if step.kind == "move" and (self.positions[step.src.mesh.id] or self.positions[step.dst.mesh.id]):
-                    lost = self.collectives.tell(step, 0 if poison is None else poison.serial + 1)
+                    lost = self.tell(step, 0 if poison is None else poison.serial + 1)
                     poison = Poison(lost - 1, "an operator on another worker failed") if lost and not poison else poison
                 inputs[slot] = self._step(step, inputs[slot])
         if poison is not None:
             self._keep_up(program, inputs)
             return poison
+        if self.budget is not None:
+            try:
+                self.budget.admit(program)
+            except torch.OutOfMemoryError:
+                self._keep_up(program, inputs)
+                raise
         if not plan.op:
             return [inputs[0]]
         generator = self.generators.get(numbers[-1]) if plan.random else None
         try:
-            results = program.run(inputs, numbers[: plan.numbers - plan.random], generator, self._step)
+            results = program.run(inputs, numbers[: plan.numbers - plan.random], generator, self._step, self._hold)
         except Exception:
             if not plan.rounds:  # how far a ring came is unknown: its peers run into the timeout
                 self._keep_up(program, inputs)
@@ -225,9 +247,9 @@ class Executor:
     def _keep_up(self, program: Program, inputs: list[list[torch.Tensor]]) -> None:
         """Take part in what peers do after the call, and wait for, although this worker's values mean nothing."""
         plan = program.plan
-        for row in plan.rounds:
-            for slot, step in row:
-                inputs[slot] = self._step(step, inputs[slot])
+        for step in program.sends():
+            here = self.positions[step.src.mesh.id]
+            self._step(step, [torch.zeros(step.src.local_shape(p), dtype=step.src.dtype, device=self.device) for p in here])
         for k, steps in plan.after:
             made = program.made[k]
             assert made is not None
@@ -250,7 +272,14 @@ class Executor:
         """One redistribution step; workers that host a device of neither mesh take no part."""
         if not self.positions[step.src.mesh.id] and not self.positions[step.dst.mesh.id]:
             return []
-        return self.streams.communicate(lambda tensors: self.collectives.run(step, tensors), local)
+        moved = self.streams.communicate(lambda tensors: self.exchange(step, tensors), local)
+        self._hold(moved)
+        return moved
+
+    def _hold(self, tensors: list[torch.Tensor]) -> None:
+        """Count tensors that are not in the store, or not yet, as long as they live."""
+        if isinstance(self.store, MeteredStore):
+            self.store.hold(tensors)
 
     def _value(self, tensor_id: int, spec: TensorSpec, poison: Poison | None) -> list[torch.Tensor]:
         value = self.store.get(tensor_id)
@@ -302,7 +331,7 @@ class Executor:
         return self.meshes[mesh].devices[here[at]] if here else -1
 
     def _reply(self, header: list[Any], buffers: Sequence[memoryview] = ()) -> None:
-        if self._muted and header[0] != C.ERROR:
+        if self._muted and header[0] not in (C.ERROR, C.SAVED):
             self._muted -= 1
             return
         self._send([msgpack.packb(header), *buffers])
@@ -322,17 +351,31 @@ class Executor:
 
     def _plan(self, c: list[Any], i: int, frames: Sequence[Any]) -> int:
         plan = decode_plan(c[i + 1], self.specs, decode)
-        self.programs[c[i]] = Program(plan, self.positions, self.device)
+        program = self.programs[c[i]] = Program(plan, self.positions, self.device)
+        if self.budget is not None:
+            program.simple = None  # which asks nobody
         return i + 2
 
     def _put(self, c: list[Any], i: int, frames: Sequence[Any]) -> int:
         tensor_id, spec = c[i], self.specs[c[i + 1]]
         if self.positions[spec.mesh.id]:
             try:
+                self._admit(tensor_id, spec)
                 self.store[tensor_id] = self.local_parts(frames[c[i + 2]], spec)
             except Exception as e:  # no memory
                 self.store[tensor_id] = Poison(_NO_OPERATOR, f"an upload of {spec} failed: {e}")
         return i + 3
+
+    def _admit(self, tensor_id: int, spec: TensorSpec) -> None:
+        """Before a tensor of the client's or of a file is made.
+
+        Raises:
+            torch.OutOfMemoryError: a device has no room for it.
+        """
+        if self.budget is not None:
+            needs = [local_bytes(spec, p) for p in self.positions[spec.mesh.id]]
+            self.budget.admit_bytes(dict(zip(self.budget.devices(spec.mesh.id), needs, strict=True)))
+            self.budget.made(spec.mesh.id, [tensor_id])
 
     def local_parts(self, data: Any, spec: TensorSpec) -> list[torch.Tensor]:
         """The parts here of a tensor whose elements, in row-major order, are these bytes."""
@@ -405,12 +448,32 @@ class Executor:
         return i + 1
 
     def _memory(self, c: list[Any], i: int, frames: Sequence[Any]) -> int:
-        request, reset = c[i : i + 2]
-        if reset:
+        request, what = c[i : i + 2]
+        if what == C.ANEW:
             self.store = MeteredStore(self.store)
-        peak = self.store.peak_bytes if isinstance(self.store, MeteredStore) else None
-        held = msgpack.packb([sum(blocks(self.store.values()).values()), peak])
-        self._reply([C.VALUE, request, self.index, [self.index], None], [memoryview(held)])
+        found: list[Any]
+        if what == C.EACH:
+            found = parts(self.store)
+        elif what == C.SPARE:
+            found = [give_back(self.device)]
+        else:
+            peak = self.store.meter.peak_bytes if isinstance(self.store, MeteredStore) else None
+            found = [sum(blocks(self.store.values()).values()), peak]
+        self._reply([C.VALUE, request, self.index, [self.index], None], [memoryview(msgpack.packb(found))])
+        return i + 2
+
+    def _limit(self, c: list[Any], i: int, frames: Sequence[Any]) -> int:
+        self.budget = Budget(c[i], self)
+        return i + 1
+
+    def _profile(self, c: list[Any], i: int, frames: Sequence[Any]) -> int:
+        request, goes_on = c[i : i + 2]
+        self.profile = self.profile or Profile(self)
+        measured = self.profile.take()
+        if not goes_on:
+            self.profile.end()
+            self.profile = None
+        self._reply([C.VALUE, request, self.index, [self.index], None], [memoryview(measured)])
         return i + 2
 
     def _count(self, c: list[Any], i: int, frames: Sequence[Any]) -> int:
@@ -443,12 +506,39 @@ class Executor:
         value = self.store.get(tensor_id)
         if here and not isinstance(value, Poison):
             try:
+                if value is None:
+                    self._admit(tensor_id, spec)
                 source = self.files.source(number) if number >= 0 else Bytes(frames[-number])
                 self.store[tensor_id] = load(
                     source, offset, dtype_from(dtype), tuple(map(tuple, part)), spec, here, self.device, value
                 )
             except Exception as e:
                 self.store[tensor_id] = self._report(serial, f"loading {name}", spec.mesh.id, e, [])
+        return i + 7
+
+    def _save(self, c: list[Any], i: int, frames: Sequence[Any]) -> int:
+        if c[i + 1] is None:
+            self.saves.end(c[i])
+        else:
+            self.saves.begin(c[i], c[i + 1])
+        return i + 2
+
+    def _write(self, c: list[Any], i: int, frames: Sequence[Any]) -> int:
+        save, file, tensor_id, spec_id, offset, wanted, last = c[i : i + 7]
+        spec = self.specs[spec_id]
+        here = self.positions[spec.mesh.id]
+        value = self.store.get(tensor_id)
+        if here and isinstance(value, list):
+            try:
+                pieces = [(value[here.index(p)], spec.parts(p)) for p in wanted if p in here]
+                self.saves.write(save, file, offset, spec.shape, pieces)
+            except Exception as e:  # no memory
+                self.saves.fail(save, type(e).__name__, f"{spec} cannot be copied: {e}")
+        elif here:  # lost on any device, it is lost
+            text = f"what {file} is to hold was never made: {value.text}" if value else f"tensor {tensor_id} is unknown"
+            self.saves.fail(save, "RemoteError", text)
+        if last:
+            self.saves.finish(save)
         return i + 7
 
     def _record(self, c: list[Any], i: int, frames: Sequence[Any]) -> int:

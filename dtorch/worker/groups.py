@@ -28,7 +28,8 @@ class Groups:
 
     Args:
         index: this worker's number.
-        directory: where the workers meet (one file per group); ``None`` when there are no other workers.
+        directory: where the workers meet (one file per group), or ``tcp://host:port/name`` of a store for those on several
+            machines; ``None`` when there are no other workers.
         timeout_s: how long to wait for the other members, in making a group and in each operation.
         device: where the tensors live; decides between gloo and NCCL.
         hostname: the address on which this worker listens for the others (gloo).
@@ -43,6 +44,7 @@ class Groups:
         self.index, self.device, self.timeout_s = index, device, timeout_s
         self._directory, self._hostname = directory, hostname
         self._generation = 0
+        self._shared: Any = None  # the connection to a store
         self._made: dict[Workers, Any] = {}
         self._broken: dict[Workers, str] = {}
         self.sent_messages = self.sent_bytes = 0
@@ -158,9 +160,8 @@ class Groups:
         if self._directory is None:
             raise RuntimeError("this worker was started without a rendezvous directory, so it cannot meet others")
         name = hashlib.blake2s(repr(workers).encode(), digest_size=16).hexdigest()
-        path = os.path.join(self._directory, f"{self._generation}-{name}")
-        store = dist.FileStore(path, len(workers))  # type: ignore[attr-defined]
         timeout = timedelta(seconds=self.timeout_s)
+        store = self._store(f"{self._generation}-{name}", len(workers), timeout)
         store.set_timeout(timeout)
         rank, size = workers.index(self.index), len(workers)
         if self.device.type == "cuda":
@@ -171,6 +172,19 @@ class Groups:
         options._timeout = timeout
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._hostname)]
         return dist.ProcessGroupGloo(store, rank, size, options)
+
+    def _store(self, name: str, size: int, timeout: timedelta) -> Any:
+        directory = self._directory
+        assert directory is not None, "_make has looked"
+        if not directory.startswith("tcp://"):
+            return dist.FileStore(os.path.join(directory, name), size)  # type: ignore[attr-defined]
+        address, _, prefix = directory.removeprefix("tcp://").partition("/")
+        host, _, port = address.rpartition(":")
+        if self._shared is None:
+            self._shared = dist.TCPStore(  # type: ignore[attr-defined]
+                host.strip("[]"), int(port), timeout=timeout, wait_for_workers=False
+            )
+        return dist.PrefixStore(f"{prefix}/{name}", self._shared)  # type: ignore[attr-defined]
 
     def _failed(self, workers: Workers, what: str, reason: Exception) -> CommError:
         """Give up the group (a message may be half sent, so its next one could be misread) and say what happened."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from dtorch.core.memory import map_pages, offer_pages, tensor_at, unmap_pages
+from dtorch.core.memory import map_pages, offer_pages, tensor_at, trim_heap, unmap_pages
 from dtorch.core.spec import TensorSpec, dense_strides
 
 _LARGE_BYTES = 1 << 20
@@ -33,6 +33,21 @@ def fresh(shape: Sequence[int], spec: TensorSpec, device: torch.device) -> torch
         _spare.remove(block)
         address = block[1]
     return tensor_at(address, nbytes, _keep).view(spec.dtype).as_strided(shape, stride)
+
+
+def give_back(device: torch.device) -> int:
+    """Return memory that no tensor uses to the system; how many bytes, as far as that is known."""
+    spare = sum(n for n, _ in _spare)
+    while _spare:
+        n, address = _spare.pop()
+        unmap_pages(address, n)
+    if device.type == "cuda":
+        reserved = torch.cuda.memory_reserved(device)
+        torch.cuda.empty_cache()
+        spare += reserved - torch.cuda.memory_reserved(device)
+    else:
+        trim_heap()
+    return spare
 
 
 def _keep(address: int, nbytes: int) -> None:

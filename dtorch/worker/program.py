@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 
 from dtorch.core.errors import ProtocolError
 from dtorch.core.spec import TensorSpec, dense_strides
+from dtorch.core.steps import Step
 from dtorch.protocol.plans import NAMESPACES, WirePlan
 from dtorch.protocol.values import DeviceSlot, GeneratorSlot, Number, Slot
 from dtorch.worker import halo, kernels_index, kernels_nn, kernels_sequence  # noqa: F401  (they register kernels)
 from dtorch.worker.codegen import compile_simple, function_of
 from dtorch.worker.kernels import KERNELS, STAND_INS, Context
 from dtorch.worker.random import draw
-from dtorch.worker.ring import RINGS, Exchange, Ring
+from dtorch.worker.ring import RINGS, Exchange, Ring, number_of_parts, rounds_of
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,11 @@ class Poison:
 
 # Namespaces whose operators a module of torch defines when it is imported.
 _DEFINED_IN = {"torch_nn": "torch.nn.modules.linear_cross_entropy"}
+# What operators that read or write files, such as aten::from_file and aten::save, call the argument that names them.
+_FILE_ARGUMENTS = frozenset({"filename", "file_name", "path", "file"})
 
 
+@lru_cache(maxsize=4096)
 def resolve(name: str) -> Any:
     """The operator of that name.
 
@@ -46,9 +51,12 @@ def resolve(name: str) -> Any:
     try:
         if namespace in _DEFINED_IN:
             importlib.import_module(_DEFINED_IN[namespace])
-        return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+        op = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
     except (AttributeError, ImportError) as e:
         raise NotImplementedError(f"this worker's torch {torch.__version__} has no operator {name!r}.") from e
+    if any(argument.name in _FILE_ARGUMENTS for argument in op._schema.arguments):
+        raise ProtocolError(f"{name!r} reads or writes a file, which is not an operator that a worker may run.")
+    return op
 
 
 class Program:
@@ -174,6 +182,13 @@ class Program:
 
         return call
 
+    def sends(self) -> Iterator[Step]:
+        """The steps of a ring in the order in which its kernel takes them."""
+        rounds = self.plan.rounds
+        count = number_of_parts(rounds, self._wanted()) if rounds else 0
+        for _ in range(count):
+            yield from (step for row in rounds_of(rounds, count) for _, step in row)
+
     def _wanted(self) -> tuple[TensorSpec, ...]:
         """Specs of the slots after their moves."""
         specs = list(self.plan.slots)
@@ -189,8 +204,9 @@ class Program:
         numbers: list[Any],
         generator: torch.Generator | None,
         exchange: Exchange,
+        hold: Callable[[list[torch.Tensor]], None],
     ) -> list[list[torch.Tensor]]:
-        """Results of every local device; ``exchange`` runs a redistribution step."""
+        """Results of every local device; ``exchange`` runs a redistribution step, ``hold`` counts what is made on the way."""
         plan = self.plan
         if self._missing:
             raise NotImplementedError(self._missing)
@@ -204,7 +220,7 @@ class Program:
                 raws.append(call([x[k] for x in inputs], numbers, generator))
                 self.flat = self.flat and _compiles(plan, raws[-1])
             if plan.rounds:
-                raws = RINGS[plan.kernel or ""](Ring(plan, self._contexts, self._positions, exchange), raws)
+                raws = RINGS[plan.kernel or ""](Ring(plan, self._contexts, self._positions, exchange, hold), raws)
         return [self._finish(k, flatten(raw)) for k, raw in enumerate(raws)]
 
     def _make_simple(self) -> Callable[[dict[int, Any], list[Any], int], int]:
@@ -268,6 +284,11 @@ class Program:
         plan = self.plan
         special = plan.moves or plan.back or plan.dynamic or plan.random or plan.after or plan.rounds
         return bool(plan.op) and not special
+
+    @property
+    def has_kernel(self) -> bool:
+        """Whether something of ours runs in place of torch's operator."""
+        return self.plan.kernel is not None or self.plan.op in STAND_INS
 
     @property
     def is_checked(self) -> bool:

@@ -7,11 +7,12 @@ but the record are computed when it is compiled; what nobody uses is left out.
 When a line fails, or meets a value that an earlier failure lost, the rest of the record runs operator by operator from
 the variables as they stand, with the executor's own care for failures and for peers that wait.
 
-As in ``codegen`` the text compiled here is made of fixed pieces and numbers only.
+Where the record says so, operators in a row that neither communicate nor write are one compiled function each (``fused``).
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -20,15 +21,18 @@ import torch
 
 from dtorch.core.spec import MeshLayout, TensorSpec
 from dtorch.protocol import commands as C
-from dtorch.protocol.records import WIDTHS, Shares, WireRecord, may_share, slots_in, written_slots
-from dtorch.protocol.values import DeviceSlot, Number, Slot
+from dtorch.protocol.records import WIDTHS, Shares, WireRecord, may_share, written_slots
+from dtorch.worker.budget import Budget, local_bytes
+from dtorch.worker.fused import Fused
 from dtorch.worker.program import Poison, Program
+from dtorch.worker.record_text import Locals, Run, Text, part_of
 
 # Ids of a record's variables while it runs operator by operator; the client never counts so far.
 _TEMPORARY = 1 << 61
 # Values that depend on the record alone are kept up to this size each.
 _KEPT_BYTES = 4 << 20
-Locals = list[torch.Tensor]
+# Fewer operators in a row are not worth compiling.
+_LEAST_FUSED = 4
 
 
 class Host(Protocol):
@@ -41,6 +45,7 @@ class Host(Protocol):
     programs: dict[int, Program]
     store: dict[int, Any]
     generators: Any
+    budget: Budget | None
     within: int | None
 
     def perform(
@@ -104,10 +109,16 @@ class Record:
     def __init__(self, wire: WireRecord, host: Host) -> None:
         self.wire, self._host = wire, host
         self._constants: dict[int, Locals] = {}
-        self._run: Callable[[dict[int, Any], list[Any], int, int], None] | None = None
+        self._fused: dict[int, range] = {}
+        self._run: Run | None = None
+        self._measured: Run | None = None
 
-    def run(self, commands: list[Any], i: int, serial: int) -> int:
-        """Run it with the operands at ``i``; returns the index after them."""
+    def run(self, commands: list[Any], i: int, serial: int, tick: Callable[[int], None] | None = None) -> int:
+        """Run it with the operands at ``i``; returns the index after them.
+
+        Args:
+            tick: is told the time (monotonic, ns) after each of ``steps``, those after a failure left out.
+        """
         end = i + self.wire.arguments
         ids, first = [*commands[i:end], *self.wire.captured], commands[end]
         if self._run is None:
@@ -119,11 +130,24 @@ class Record:
                 self._by_operator(ids, first, serial, 0, {})
                 return end + 1
         assert self._run is not None
+        budget = self._host.budget
         try:
-            self._run(self._host.store, commands, i, first)
+            if budget is not None:
+                budget.admit_bytes(self._peak)
+        except torch.OutOfMemoryError:  # not all of it fits: one by one it is seen which operator does not
+            self._by_operator(ids, first, serial, 0, {})
+            return end + 1
+        try:
+            if tick is None:
+                self._run(self._host.store, commands, i, first)
+            else:
+                self._measured = self._measured or self._text.compile(measured=True)
+                self._measured(self._host.store, commands, i, first, tick, time.monotonic_ns)
         except Exception as e:
             k, device, values = self._text.where(e)
-            self._by_operator(ids, first, serial, max(k, 0), values, (e, device) if k >= 0 else None)
+            # Which step of several that are one function has failed is seen when they run again; they write nothing.
+            again = k < 0 or (k in self._fused and tick is None)
+            self._by_operator(ids, first, serial, max(k, 0), values, None if again else (e, device))
         return end + 1
 
     # -- reading ----------------------------------------------------------------------------------------------------
@@ -175,14 +199,30 @@ class Record:
         self.steps = self._fold(steps)
         last = {v: k for k, step in enumerate(self.steps) for v in (*step.inputs, *step.outs)}
         last.update(dict.fromkeys([*self._results, *(v for _, v in self._replaced)], len(self.steps)))
-        text = _Text(self._parts)
+        self._peak = {} if self._host.budget is None else self._most_bytes(self._host.budget, last)
+        self._text = self._write(last, {})
+        self._run = self._text.compile()
+        if wire.fuse:
+            self._fused = {span.start: span for span in self._spans()}
+            self._run = self._write(last, self._fused).compile()
+
+    def _write(self, last: dict[int, int], fused: dict[int, range]) -> Text:
+        """The text of the record, with one function in place of each span of steps, by its first."""
+        wire = self.wire
+        text = Text(self._parts, len(self.steps))
         for v in range(1, wire.arguments + len(wire.captured) + 1):
             if v in last and v not in self._constants:
                 at = f"c[i+{v - 1}]" if v <= wire.arguments else str(int(wire.captured[v - wire.arguments - 1]))
                 text.load(v, f"s[{at}]")
         for v, parts in self._constants.items():
             text.constant(v, parts)
+        done = 0
         for k, step in enumerate(self.steps):
+            if k in fused:
+                self._write_fused(text, fused[k], last)
+                done = fused[k].stop
+            if k < done:
+                continue
             ended = [v for v in dict.fromkeys((*step.inputs, *step.outs)) if last[v] == k and v not in self._constants]
             if step.program is None:
                 text.call(k, step, self._other(step), ended)
@@ -195,7 +235,63 @@ class Record:
         for a, b in self._replaced:
             at = f"c[i+{a - 1}]" if a <= wire.arguments else str(int(wire.captured[a - wire.arguments - 1]))
             text.keep(b, f"s[{at}]", len(self.steps))
-        self._text, self._run = text, text.compile()
+        return text
+
+    def _spans(self) -> list[range]:
+        """Steps in a row, each one call of torch's operator on one device that writes nothing."""
+        spans, start = [], 0
+        for k in range(len(self.steps) + 1):
+            step = self.steps[k] if k < len(self.steps) else None
+            program = None if step is None else step.program
+            if step is None or program is None or not step.is_pure or len(program.here) != 1 or program.has_kernel:
+                if k - start >= _LEAST_FUSED:
+                    spans.append(range(start, k))
+                start = k + 1
+        return spans
+
+    def _write_fused(self, text: Text, span: range, last: dict[int, int]) -> None:
+        steps = [(step, step.program) for step in self.steps[span.start : span.stop] if step.program is not None]
+        made = {v for step, _ in steps for v in step.outs}
+        used = dict.fromkeys(v for step, _ in steps for v in step.inputs)
+        inputs = [v for v in used if v not in made]
+        outs = [v for v in made if last[v] >= span.stop]
+        ended = [v for v in inputs if last[v] < span.stop and v not in self._constants]
+        text.fused(span.start, inputs, outs, Fused(part_of(steps, inputs, outs, self._host.device)), ended)
+
+    def _most_bytes(self, budget: Budget, last: dict[int, int]) -> dict[int, int]:
+        """What the record needs on each device here at most, beyond what is there before.
+
+        Args:
+            last: step after which a variable is not needed any more.
+        """
+        shares, made = Shares(), []
+        for k, step in enumerate(self.steps):
+            program = step.program
+            if program is None:
+                continue
+            if may_share(program.plan):
+                for v in step.outs:
+                    for x in step.inputs:
+                        shares.join(v, x)
+            else:
+                new = [(v, program.made[r]) for v, r in zip(step.outs, program.new, strict=True)]
+                made += [(k, v, program, spec) for v, spec in new if spec is not None]
+        until: dict[int, int] = {}
+        for v, k in last.items():
+            until[shares.root(v)] = max(until.get(shares.root(v), k), k)
+        change: dict[tuple[int, int], int] = {}  # (step, device) -> bytes
+        for k, v, program, spec in made:
+            for device, p in zip(budget.devices(program.plan.mesh), program.here, strict=True):
+                size = local_bytes(spec, p)
+                change[k, device] = change.get((k, device), 0) + size
+                after = until[shares.root(v)] + 1, device
+                change[after] = change.get(after, 0) - size
+        most: dict[int, int] = {}
+        now: dict[int, int] = {}
+        for (_, device), size in sorted(change.items()):
+            now[device] = now.get(device, 0) + size
+            most[device] = max(most.get(device, 0), now[device])
+        return most
 
     def _fold(self, steps: list[Step]) -> list[Step]:
         """Compute what depends on the record alone, and is neither written nor given away; returns the steps left."""
@@ -339,154 +435,3 @@ def _without_dead(steps: list[Step], used: set[int]) -> list[Step]:
         used.update(step.inputs)
         kept.append(step)
     return kept[::-1]
-
-
-class _Text:
-    """The lines of a compiled record, and the values that they name.
-
-    Variable ``v`` on the ``d``-th device here is ``v7_0``. Of each line it is known which step it belongs to, and on
-    which device, so that a failure costs nothing until it happens.
-    """
-
-    def __init__(self, parts: Callable[[int], int]) -> None:
-        self._parts = parts
-        self._lines = ["def run(s, c, i, o):"]
-        self._steps: list[tuple[int, int]] = [(-1, 0)]
-        self._names: dict[str, Any] = {}
-        self._same: dict[int, str] = {}
-
-    def _name(self, variable: int, device: int) -> str:
-        return f"v{int(variable)}_{int(device)}"
-
-    def _all(self, variable: int) -> str:
-        """A list of the parts of a variable, to be read or assigned."""
-        return "[" + ", ".join(self._name(variable, d) for d in range(self._parts(variable))) + "]"
-
-    def _line(self, text: str, step: int = -1, device: int = 0) -> None:
-        self._lines.append("    " + text)
-        self._steps.append((step, device))
-
-    def _value(self, value: Any) -> str:
-        """A name for a value."""
-        if value is None or value is True or value is False:
-            return str(value)
-        name = self._same.get(id(value))
-        if name is None:
-            name = self._same[id(value)] = f"k{len(self._names)}"
-            self._names[name] = value
-        return name
-
-    def load(self, variable: int, place: str) -> None:
-        """Take a variable from the store."""
-        if self._parts(variable) == 1:
-            self._line(f"{self._name(variable, 0)} = {place}[0]")
-        elif self._parts(variable):
-            self._line(f"{self._all(variable)} = {place}")
-
-    def constant(self, variable: int, parts: Locals) -> None:
-        """Name a variable's fixed value."""
-        self._names.update((self._name(variable, d), t) for d, t in enumerate(parts))
-
-    def keep(self, variable: int, place: str, k: int) -> None:
-        """Put a variable into the store, after step ``k - 1``."""
-        if self._parts(variable):
-            self._line(f"{place} = {self._all(variable)}", k)
-
-    def call(self, k: int, step: Step, function: Callable[..., Any], ended: list[int]) -> None:
-        """A step on all devices at once."""
-        outs = ", ".join(self._all(v) if self._parts(v) else f"unused_{j}" for j, v in enumerate(step.outs))
-        given = ", ".join(self._all(v) for v in step.inputs)
-        self._line(f"[{outs}] = {self._value(function)}([{given}])", k)
-        self._release(ended, k)
-
-    def plain(self, k: int, step: Step, program: Program, device: torch.device, ended: list[int]) -> None:
-        """A step that is one call on each device."""
-        count = len(program.here)
-        for d in range(count):
-            target, args, kwargs = _cheaper(program, d, *program.call_on(d))
-            call = f"{self._value(target)}({self._arguments(step, args, kwargs, device, d)})"
-            mender = program.mender(d)
-            if mender is not None:
-                call = f"{self._value(mender)}({call})"
-            alone = len(program.plan.results) == 1 and mender is None
-            if step.outs and alone:
-                call = f"{self._name(step.outs[0], d)} = {call}"
-            elif step.outs:
-                wanted = dict(zip(program.new, step.outs, strict=True))
-                targets = [
-                    self._name(wanted[r], d) if r in wanted else "unused" for r in range(len(program.plan.results))
-                ]
-                call = f"[{', '.join(targets)}] = {call}"
-            self._line(call, k, d)
-        self._release(ended, k)
-
-    def _arguments(self, step: Step, args: list[Any], kwargs: dict[str, Any], device: torch.device, d: int) -> str:
-        def text(value: Any) -> str:
-            kind = type(value)
-            if kind is Slot:
-                return self._name(step.inputs[value.index], d)
-            if kind is Number:
-                return self._value(step.numbers[value.index])
-            if kind is list and next(slots_in(value), None) is not None:
-                return "[" + ", ".join(map(text, value)) + "]"
-            return self._value(_filled(value, step.numbers, device))
-
-        named = (f"{name}={text(value)}" for name, value in kwargs.items())
-        return ", ".join([*map(text, args), *named])
-
-    def _release(self, ended: list[int], k: int) -> None:
-        names = [self._name(v, d) for v in ended for d in range(self._parts(v))]
-        if names:
-            self._lines[-1] += f"; del {', '.join(names)}"
-
-    def compile(self) -> Callable[[dict[int, Any], list[Any], int, int], None]:
-        """The function ``(store, commands, index of the operands, id of the first result)``."""
-        if len(self._lines) == 1:
-            self._line("return")
-        source = "\n".join(self._lines) + "\n"
-        exec(compile(source, _FILE, "exec"), self._names)  # noqa: S102  (numbers and checked names only)
-        return self._names["run"]  # type: ignore[no-any-return]
-
-    def where(self, error: Exception) -> tuple[int, int, dict[int, Locals]]:
-        """Step and device of the line that failed, and the variables' values at that time."""
-        trace = error.__traceback__
-        while trace is not None and trace.tb_frame.f_code.co_filename != _FILE:
-            trace = trace.tb_next
-        assert trace is not None, "it came from the compiled function"
-        step, device = self._steps[trace.tb_lineno - 1]
-        found: dict[int, dict[int, torch.Tensor]] = {}
-        for name, value in trace.tb_frame.f_locals.items():
-            head, _, tail = name.partition("_")
-            if head[0] == "v" and tail.isdigit():
-                found.setdefault(int(head[1:]), {})[int(tail)] = value
-        whole = {v: [parts[d] for d in sorted(parts)] for v, parts in found.items() if len(parts) == self._parts(v)}
-        return step, device, whole
-
-
-def _cheaper(
-    program: Program, d: int, target: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]
-) -> tuple[Callable[..., Any], list[Any], dict[str, Any]]:
-    """A cheaper call of the same effect, where the sizes are known."""
-    plan = program.plan
-    if plan.op == "aten::slice.Tensor" and plan.kernel is None and not kwargs and (args[4:] or [1])[0] == 1:
-        out, start = plan.results[0].spec, (args[2:] or [0])[0] or 0
-        dim = (args[1:] or [0])[0]
-        if out is not None and type(start) is int and start >= 0 and type(dim) is int:
-            size = out.local_shape(program.here[d])[dim]
-            if size:
-                return torch.narrow, [args[0], dim, start, size], {}
-    return target, args, kwargs
-
-
-_FILE = "<dtorch record>"
-
-
-def _filled(value: Any, numbers: Sequence[Any], device: torch.device) -> Any:
-    """An argument without tensors, its marks replaced."""
-    kind = type(value)
-    if kind is Number:
-        return numbers[value.index]
-    if kind is DeviceSlot:
-        return device
-    return [_filled(v, numbers, device) for v in value] if kind is list else value
-

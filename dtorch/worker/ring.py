@@ -1,18 +1,22 @@
 """Ring attention: every device keeps its rows of the query while blocks of keys and values go round.
 
-What a block gives is combined by the logarithm of each row's sum, so no device ever holds more than two blocks.
+What a block gives is combined by the logarithm of each row's sum, so no device ever holds more than two blocks, and of
+large ones just some heads at a time: they go round one part of the heads after the other.
 (Liu et al., Ring Attention with Blockwise Transformers, 2023; the combination is that of FlashAttention.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
 
 from dtorch.core.pieces import indices
-from dtorch.core.spec import MeshLayout, Span
+from dtorch.core.placements import Shard
+from dtorch.core.spec import MeshLayout, Span, TensorSpec, dense_strides
 from dtorch.core.steps import Step
 from dtorch.protocol.plans import WirePlan
 from dtorch.worker.kernels import Context
@@ -20,6 +24,16 @@ from dtorch.worker.kernels import Context
 aten = torch.ops.aten
 Exchange = Callable[[Step, list[torch.Tensor]], list[torch.Tensor]]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Rounds = tuple[tuple[tuple[int, Step], ...], ...]
+
+_HEADS = 1
+"""Dimension of heads, in (samples, heads, rows, features) and in the (samples, heads, rows) of sums."""
+
+_PART_BYTES = 1 << 17
+"""A send of less costs its latency more than its bytes, so that no part of a block is smaller."""
+
+_PARTS = (4, 5, 6, 7, 8, 3, 2)
+"""Numbers of parts, the best first: on four devices, three quarters of a part in flight are a tenth of what one holds."""
 
 
 class Ring:
@@ -30,14 +44,44 @@ class Ring:
         contexts: one a local device.
         positions: local positions by mesh id.
         exchange: runs one step.
+        hold: told of tensors that are made on the way, for those who count memory.
     """
 
     def __init__(
-        self, plan: WirePlan, contexts: Sequence[Context], positions: dict[int, list[int]], exchange: Exchange
+        self,
+        plan: WirePlan,
+        contexts: Sequence[Context],
+        positions: dict[int, list[int]],
+        exchange: Exchange,
+        hold: Callable[[list[torch.Tensor]], None],
     ) -> None:
         self.plan, self.contexts, self._positions, self._exchange = plan, contexts, positions, exchange
         self.slots = [slot for slot, _ in plan.rounds[0]]
+        self.hold = hold
         self._mesh = plan.rounds[0][0][1].src.mesh
+
+    def parts(
+        self, arguments: Sequence[Arguments], made: Sequence[Sequence[torch.Tensor]]
+    ) -> Iterator[tuple[Ring, list[Arguments], list[list[torch.Tensor]]]]:
+        """The ring for one part of the heads after the other, with its views of arguments and of results."""
+        count = number_of_parts(self.plan.rounds, self.contexts[0].inputs)
+        if count == 1:
+            yield self, list(arguments), [list(tensors) for tensors in made]
+            return
+        of_heads = {self.contexts[0].index("query"), *self.slots}
+        contexts = [
+            replace(
+                ctx,
+                inputs=tuple(_fewer(s, count) if i in of_heads else s for i, s in enumerate(ctx.inputs)),
+                outputs=tuple(_fewer(s, count) for s in ctx.outputs),
+            )
+            for ctx in self.contexts
+        ]
+        plan = replace(self.plan, rounds=rounds_of(self.plan.rounds, count))
+        ring = Ring(plan, contexts, self._positions, self._exchange, self.hold)
+        for i in range(count):
+            some = [_some_heads(ctx, *given, i, count) for ctx, given in zip(contexts, arguments, strict=True)]
+            yield ring, some, [[_narrow(t, _HEADS, i, count) for t in tensors] for tensors in made]
 
     def layouts(self) -> Iterator[MeshLayout]:
         """Where blocks stand in each round."""
@@ -66,6 +110,60 @@ class Ring:
     def _order(self, local: list[torch.Tensor], have: MeshLayout, want: MeshLayout) -> list[torch.Tensor]:
         devices = [have.devices[p] for p in self._positions[have.id]]
         return [local[devices.index(want.devices[p])] for p in self._positions[want.id]]
+
+
+def number_of_parts(rounds: Rounds, wanted: Sequence[TensorSpec]) -> int:
+    """In how many parts of the heads the blocks go round: the same on every worker.
+
+    Args:
+        rounds: the sends of keys and values, or of anything else.
+        wanted: specs of the slots as the operator gets them.
+    """
+    if len(rounds[0]) < 2:
+        return 1
+    slot, key = rounds[0][0][0], rounds[0][0][1].src
+    query = wanted[slot - 1]
+    plain = all(p == Shard(_HEADS) or not p.is_shard(_HEADS) for s in (query, key) for p in s.placements)
+    pieces = [s.shards_of(_HEADS) for s in (query, key)]
+    if not plain or pieces[0] != pieces[1] or key.shape[_HEADS] % pieces[1]:
+        return 1  # a device's query heads are not just those of the keys it has
+    heads, size = key.shape[_HEADS] // pieces[1], prod(key.local_shape(0)) * key.dtype.itemsize
+    return next((n for n in _PARTS if heads and heads % n == 0 and size >= n * _PART_BYTES), 1)
+
+
+def rounds_of(rounds: Rounds, count: int) -> Rounds:
+    """The sends for one of so many parts of the heads."""
+    return tuple(
+        tuple((slot, Step(s.kind, s.axis, _fewer(s.src, count), _fewer(s.dst, count))) for slot, s in row) for row in rounds
+    )
+
+
+def _fewer(spec: TensorSpec, count: int) -> TensorSpec:
+    """The spec of one of so many parts of the heads."""
+    if count == 1:
+        return spec
+    shape = tuple(n // count if d == _HEADS else n for d, n in enumerate(spec.shape))
+    return TensorSpec(spec.mesh, spec.placements, shape, dense_strides(shape, spec.shape, spec.stride), spec.dtype)
+
+
+def _narrow(t: torch.Tensor, dim: int, i: int, count: int) -> torch.Tensor:
+    n = t.shape[dim] // count
+    return t.narrow(dim, i * n, n)
+
+
+def _some_heads(ctx: Context, args: tuple[Any, ...], kwargs: dict[str, Any], i: int, count: int) -> Arguments:
+    """The ``i``-th part of the heads of all tensors; a mask may be one for all of them."""
+
+    def part(name: str, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if name != "attn_mask":
+            return _narrow(value, _HEADS, i, count)
+        return _narrow(value, -3, i, count) if value.dim() > 2 and value.shape[-3] > 1 else value
+
+    names = [a.name for a in ctx.op._schema.arguments]
+    positional = tuple(part(name, value) for name, value in zip(names, args, strict=False))
+    return positional, {name: part(name, value) for name, value in kwargs.items()}
 
 
 class _Part:
@@ -183,21 +281,29 @@ def _blocks(
 
 def ring_attention(ring: Ring, arguments: Sequence[Arguments]) -> list[Any]:
     """Raw results on each local device: the output, and for the fused operator the logarithm of sums."""
-    key, value = ([args[slot] for args, _ in arguments] for slot in ring.slots)
-    results: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for ctx in ring.contexts:
-        query = arguments[len(results)][0][ctx.index("query")]
+    results: list[list[torch.Tensor]] = []
+    for ctx, (args, _) in zip(ring.contexts, arguments, strict=True):
+        query = args[ctx.index("query")]
         shape, wide = ctx.output_shape(0), torch.promote_types(query.dtype, torch.float32)
         sums = torch.full(shape[:-1], float("-inf"), dtype=wide, device=query.device)
-        results.append((torch.zeros(shape, dtype=wide, device=query.device), sums))
+        results.append([torch.zeros(shape, dtype=wide, device=query.device), sums])
+        ring.hold(results[-1])
+    for part, some, made in ring.parts(arguments, results):
+        _attend(part, some, made)
+    dtype = arguments[0][0][ring.slots[0]].dtype
+    return [out.to(dtype) if len(ring.plan.results) == 1 else (out.to(dtype), sums) for out, sums in results]
+
+
+def _attend(ring: Ring, arguments: Sequence[Arguments], results: Sequence[Sequence[torch.Tensor]]) -> None:
+    """Combine what all blocks give into results that are zeros, and sums that are minus infinity, before."""
+    key, value = ([args[slot] for args, _ in arguments] for slot in ring.slots)
     for r, layout in enumerate(ring.layouts()):
         if r:
-            key, value = ring.send(r - 1, 0, key), ring.send(r - 1, 1, value)
+            key = ring.send(r - 1, 0, key)  # the old one goes before the other's comes
+            value = ring.send(r - 1, 1, value)
         for k, (out, sums) in enumerate(results):
             for block in _blocks(ring, k, arguments[k], layout, key[k], value[k]):
                 _combine(block.rows.of(out), block.rows.of(sums, -1), *block.forward())
-    dtype = arguments[0][0][ring.slots[0]].dtype
-    return [out.to(dtype) if len(ring.plan.results) == 1 else (out.to(dtype), sums) for out, sums in results]
 
 
 def _combine(out: torch.Tensor, sums: torch.Tensor, more: torch.Tensor, more_sums: torch.Tensor) -> None:
@@ -211,12 +317,20 @@ def _combine(out: torch.Tensor, sums: torch.Tensor, more: torch.Tensor, more_sum
 
 def ring_attention_backward(ring: Ring, arguments: Sequence[Arguments]) -> list[Any]:
     """Gradients of query, key and value; those of a block travel with it and come home with the last send."""
+    results: list[list[torch.Tensor]] = []
+    for ctx, (args, _) in zip(ring.contexts, arguments, strict=True):
+        slots = (ctx.index("query"), *ring.slots)
+        results.append([torch.zeros_like(args[slot]) for slot in slots])
+        ring.hold(results[-1])
+    for part, some, made in ring.parts(arguments, results):
+        _attend_backward(part, some, made)
+    return [tuple(gradients) for gradients in results]
+
+
+def _attend_backward(ring: Ring, arguments: Sequence[Arguments], results: Sequence[Sequence[torch.Tensor]]) -> None:
+    """Add the gradients to results that are zeros before."""
     key, value = ([args[slot] for args, _ in arguments] for slot in ring.slots)
-    query_grads: list[torch.Tensor] = []
-    key_grads = [torch.zeros_like(k) for k in key]
-    value_grads = [torch.zeros_like(v) for v in value]
-    for k, ctx in enumerate(ring.contexts):
-        query_grads.append(torch.zeros_like(arguments[k][0][ctx.index("query")]))
+    query_grads, key_grads, value_grads = ([tensors[i] for tensors in results] for i in range(3))
     last = len(ring.plan.rounds) - 1
     for r, layout in enumerate(ring.layouts()):
         for k, ctx in enumerate(ring.contexts):
@@ -229,9 +343,13 @@ def ring_attention_backward(ring: Ring, arguments: Sequence[Arguments]) -> list[
                 block.columns.of(key_grads[k]).add_(grads[1])
                 block.columns.of(value_grads[k]).add_(grads[2])
         if r < last:
-            key, value = ring.send(r, 0, key), ring.send(r, 1, value)
-        key_grads, value_grads = ring.send(r, 0, key_grads), ring.send(r, 1, value_grads)
-    return list(zip(query_grads, key_grads, value_grads, strict=True))
+            key = ring.send(r, 0, key)
+            value = ring.send(r, 1, value)
+        key_grads = ring.send(r, 0, key_grads)
+        value_grads = ring.send(r, 1, value_grads)
+    for tensors, *home in zip(results, key_grads, value_grads, strict=True):
+        for mine, came in zip(tensors[1:], home, strict=True):
+            mine.copy_(came)
 
 
 RINGS: dict[str, Callable[[Ring, Sequence[Arguments]], list[Any]]] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -42,7 +43,7 @@ class Executor(Protocol):
         """
 
     def mute(self, replies: int) -> None:
-        """Send so few replies less from now on, reports of failures not counted."""
+        """Send so few replies less from now on, reports of failures and of saves not counted."""
 
     def save(self, path: str) -> None:
         """Write the state to a file.
@@ -63,7 +64,7 @@ class ExecutorFactory(Protocol):
 
         Args:
             devices: the numbers of the devices that the worker hosts.
-            send: sends the client a reply, also during ``run``; the buffers may be changed afterwards.
+            send: sends the client a reply, from any thread, also during ``run``; the buffers may be changed afterwards.
             peers_dir: a directory in which the session's workers meet.
             index: the worker's number.
             physical: the torch device type on which it keeps tensors.
@@ -82,14 +83,18 @@ def serve(
 ) -> int:
     """Run batches until the controller is gone or the executor fails; returns the exit code of the process."""
     _size_thread_pool(threads)
-    header = encode(Reply(index))
+    header, sending = encode(Reply(index)), threading.Lock()
+
+    def post(frames: Sequence[Buffer]) -> None:
+        with sending:
+            channel.send(frames)
 
     def send(frames: Sequence[Buffer]) -> None:
-        channel.send([header, *frames])
+        post([header, *frames])
 
     try:
         executor = factory(list(devices), send, peers_dir, index, physical)
-        channel.send([encode(WorkerHello(PROTOCOL_VERSION, os.getpid(), socket.gethostname()))])
+        post([encode(WorkerHello(PROTOCOL_VERSION, os.getpid(), socket.gethostname()))])
         replaying = False
         while True:
             frames = channel.receive()
@@ -98,7 +103,7 @@ def serve(
             if isinstance(message, Batch):
                 executor.run([memoryview(frame) for frame in frames[1:]])
                 if not replaying:
-                    channel.send([encode(Ack(message.seq))])
+                    post([encode(Ack(message.seq))])
             elif isinstance(message, Replay):
                 replaying = True
                 executor.mute(sys.maxsize)
@@ -107,18 +112,18 @@ def serve(
             elif isinstance(message, Resume):
                 replaying = False
                 executor.mute(message.replies)
-                channel.send([encode(Resumed())])
+                post([encode(Resumed())])
             elif isinstance(message, Save):
-                channel.send([encode(_save(executor, message.path))])
+                post([encode(_save(executor, message.path))])
             else:
                 raise ProtocolError(f"a controller does not send {type(message).__name__}")
     except ChannelClosedError:
         return 0
     except CommError as error:
-        channel.send([encode(Broken(clip(str(error))))])
+        post([encode(Broken(clip(str(error))))])
         return 1  # which closes the connections to the others, so that none waits for this one
     except Exception:
-        channel.send([encode(Fault(index, clip(traceback.format_exc())))])
+        post([encode(Fault(index, clip(traceback.format_exc())))])
         return 1
 
 

@@ -29,7 +29,8 @@ def test_one_device_is_exact_for_a_batch_too(command) -> None:
 
 
 def test_two_local_devices_and_two_pictures(command, tmp_path: Path) -> None:
-    args = ("--mode", "local", "--num-images", "2", "--negative-prompt", "dog", "--out", "cat.png", "--json", "--check")
+    args = ("--mode", "local", "--num-images", "2", "--negative-prompt", "dog", "--out", "cat.png", "--json", "--check",
+            "--profile", "trace.json")  # fmt: skip
     done = command("run", "sd3", "--prompt", "a photo of a cat", *args, *FAST)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
@@ -38,6 +39,10 @@ def test_two_local_devices_and_two_pictures(command, tmp_path: Path) -> None:
     assert report["mesh"] == {"dp": 2}
     assert report["mode"] == "local"
     assert report["check"]["ok"]
+    trace = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
+    assert {e["pid"] for e in trace if e["name"] == "linear"} == {10, 11}
+    assert any(e["args"].get("module", "").startswith("SD3Transformer2DModel.transformer_blocks.0") for e in trace)
+    assert "attributed" in done.stderr
     pids = {worker["pid"] for worker in report["workers"]}
     assert pids
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)  # nothing is left running

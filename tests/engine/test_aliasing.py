@@ -485,6 +485,13 @@ def test_copies_between_placements_meshes_and_dtypes(table):
     same(d.copy_(x * 10), (x * 10).int(), [S0])
 
 
+def test_strides_are_in_elements_of_the_view():
+    x = torch.arange(4).to(torch.complex64)
+    for take in (torch.view_as_real, lambda t: t.view(torch.float32), lambda t: t.view(torch.int16)):
+        base = spread(x, mesh(2))
+        same(take(base).as_strided((3,), (2,), 1), take(x).as_strided((3,), (2,), 1))
+
+
 # -- random programs -----------------------------------------------------------------------------------------------
 VIEWS: list[Callable[[torch.Tensor, int], torch.Tensor]] = [
     lambda t, n: t.t() if t.dim() == 2 else t.flatten(),

@@ -331,6 +331,7 @@ def test_meshes_that_cannot_be():
     for make, pattern in (
         (lambda: dtorch.DeviceMesh("cpu", [0, 0]), "every device number must be >= 0 and occur once"),
         (lambda: dtorch.DeviceMesh("cpu", [-1]), "every device number must be >= 0"),
+        (lambda: dtorch.DeviceMesh("banana", [0]), "torch knows no devices called 'banana'"),
         (lambda: dtorch.DeviceMesh("cpu", []), "every device number"),
         (lambda: dtorch.DeviceMesh("cpu", [[0, 1], [2]]), "nested list"),
         (lambda: dtorch.DeviceMesh("cpu", ["a"]), "nested list"),

@@ -134,6 +134,17 @@ def test_deepcopy_of_modules_keeps_ties_gradients_and_attributes():
     assert full(a.weight).abs().sum() > 0
 
 
+def test_copies_share_memory_as_the_originals_do():
+    x, z = torch.arange(12.0).view(3, 4), torch.ones(2, dtype=torch.complex64)
+    for a, c in ((x, z), (spread(x, mesh(2)), spread(z, mesh(2)))):
+        b, d, e, f = copy.deepcopy([a[1], a.t()[1:], torch.view_as_real(c), a])
+        b.add_(100)
+        assert full(d).tolist() == [[1, 105, 9], [2, 106, 10], [3, 107, 11]]
+        assert full(e).tolist() == [[1, 0], [1, 0]]
+        assert full(f)[1].tolist() == [104, 105, 106, 107]
+        assert full(a).tolist() == x.tolist()
+
+
 def test_deepcopy_of_a_result_is_refused_as_by_torch():
     d = spread(torch.ones(2), mesh(2), R).requires_grad_()
     with pytest.raises(RuntimeError, match="graph leaves"):

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import dtorch
+from dtorch.worker import ring
 
 MESHES = [
     (("ulysses_cp",), (2,), (2,)),
@@ -49,6 +50,31 @@ def test_attention(
     for t in got:
         t.requires_grad_()
     out = F.scaled_dot_product_attention(*got, attn_mask=spread, **options)
+    out.pow(2).sum().backward()
+    want.pow(2).sum().backward()
+    for mine, theirs in zip(got, ref, strict=True):
+        torch.testing.assert_close(mine.grad.to_torch(), theirs.grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["full", "causal", "masked by heads"])
+@pytest.mark.parametrize(("heads", "kept"), [(8, 8), (8, 4), (6, 2)])
+@pytest.mark.parametrize("layout", [{"ring_cp": 3}, {"tp": 2, "ring_cp": 2}], ids=str)
+def test_large_blocks_go_round_in_parts_of_the_heads(
+    layout: dict[str, int], heads: int, kept: int, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ring, "_PART_BYTES", 1)
+    torch.manual_seed(0)
+    mesh = dtorch.init_device_mesh("cpu", tuple(layout.values()), mesh_dim_names=tuple(layout))
+    placements = [dtorch.Shard(1 if axis == "tp" else 2) for axis in layout]
+    plain = [torch.randn(2, n, 7, 8) for n in (heads, kept, kept)]
+    mask = torch.randn(2, heads, 7, 7) if kind == "masked by heads" else None
+    options = {"is_causal": kind == "causal", "enable_gqa": kept != heads}
+    ref = [t.clone().requires_grad_() for t in plain]
+    got = [dtorch.distribute_tensor(t, mesh, placements).requires_grad_() for t in plain]
+    want = F.scaled_dot_product_attention(*ref, attn_mask=mask, **options)
+    spread = dtorch.Tensor(mask, device_mesh=mesh) if mask is not None else None
+    out = F.scaled_dot_product_attention(*got, attn_mask=spread, **options)
+    torch.testing.assert_close(out.detach().to_torch(), want.detach(), rtol=1e-5, atol=1e-5)
     out.pow(2).sum().backward()
     want.pow(2).sum().backward()
     for mine, theirs in zip(got, ref, strict=True):

@@ -17,7 +17,7 @@ IDS = torch.randint(3, 90, (BATCH, SEQUENCE), generator=torch.Generator().manual
 ACTIVATION_BYTES = BATCH * SEQUENCE * HIDDEN * 4
 
 
-def report(kind: str, layout: dict[str, int]) -> dtorch.Explanation:
+def report(kind: str, layout: dict[str, int], **options: Any) -> dtorch.Explanation:
     mesh = dtorch.init_device_mesh("cpu", tuple(layout.values()), mesh_dim_names=tuple(layout))
     sizes: dict[str, Any] = {
         "hidden_size": HIDDEN, "intermediate_size": 48, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
@@ -27,7 +27,7 @@ def report(kind: str, layout: dict[str, int]) -> dtorch.Explanation:
         if kind == "own":
             return dtorch.explain(Llama(LlamaSettings(**sizes), mesh), IDS, quiet=True)
         module = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).eval()
-        return dtorch.explain(dtorch.parallelize(module, mesh), IDS, use_cache=False, quiet=True)
+        return dtorch.explain(dtorch.parallelize(module, mesh, **options), IDS, use_cache=False, quiet=True)
 
 
 @pytest.mark.parametrize("kind", ["own", "transformers"])
@@ -38,6 +38,18 @@ def test_tensor_parallel_layers_reduce_twice(kind: str, devices: int) -> None:
     assert got.collectives == {"all_reduce": 2 * LAYERS + 1}
     # A ring's all-reduce: each device sends 2 (N - 1) / N of the whole.
     assert got.bytes == (2 * LAYERS + 1) * 2 * (devices - 1) * ACTIVATION_BYTES
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"tp": 4}], ids=str)
+def test_sequence_parallel_layers_scatter_and_gather_instead(layout: dict[str, int]) -> None:
+    devices = layout["tp"]
+    got = report("transformers", layout, sequence_parallel=True)
+    # Two of each for a layer (Korthikanti et al., 2022): the bytes of an all-reduce. One more for embedding and head.
+    assert got.collectives == {"reduce_scatter": 2 * LAYERS + 1, "all_gather": 2 * LAYERS + 1}
+    assert got.bytes == (2 * LAYERS + 1) * 2 * (devices - 1) * ACTIVATION_BYTES
+    norms = [line for line in got.lines if line.op.startswith("aten.rsqrt")]
+    assert norms
+    assert all("Shard(dim=1)" in text for line in norms for text in line.outputs)
 
 
 @pytest.mark.parametrize("kind", ["own", "transformers"])

@@ -125,6 +125,21 @@ def test_the_eager_loop_still_runs() -> None:
     torch.testing.assert_close(got.to_torch(), want, rtol=1e-4, atol=1e-4)
 
 
+def test_several_axes_of_experts() -> None:
+    plain = model("mixtral")
+    for layout in ({"ep": 2, "ep_inner": 2}, {"dp": 2, "pp": 2, "ep": 2}):
+        check(plain, layout, IDS)
+
+
+def test_experts_that_do_not_divide() -> None:
+    plain = model("mixtral")
+    (note,) = dtorch.describe(placed(plain, {"ep": 3})).notes
+    assert "8 experts do not divide by ep=3" in note
+    check(plain, {"ep": 3}, IDS)
+    with pytest.raises(dtorch.PlacementError, match="8 experts, which cannot be spread over 16 devices"):
+        placed(plain, {"ep": 16})
+
+
 def test_experts_hold_their_share() -> None:
     parallel = placed(model("mixtral"), {"ep": 4})
     for row in dtorch.describe(parallel).rows:

@@ -114,3 +114,53 @@ def test_training(layout: dict[str, int], zero: int) -> None:
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-4, atol=1e-5)
     for mine, theirs in zip(placed.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine.to_torch(), theirs, rtol=1e-3, atol=2e-4)
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"tp": 2, "pp": 2}, {"ulysses_cp": 2, "tp": 2}], ids=str)
+def test_sequence_parallelism(layout: dict[str, int]) -> None:
+    plain = model("llama", layers=2).train()
+    mesh = dtorch.init_device_mesh("cpu", tuple(layout.values()), mesh_dim_names=tuple(layout))
+    placed = dtorch.parallelize(copy.deepcopy(plain), mesh, sequence_parallel=True)
+    for rows, length in ((2, 7), (1, 1)):  # also what does not divide
+        ids = IDS[:rows, :length]
+        losses = [m(ids, labels=ids, use_cache=False).logits.pow(2).mean() for m in (plain, placed)]
+        torch.testing.assert_close(losses[1].detach().to_torch(), losses[0].detach(), rtol=1e-4, atol=1e-5)
+        for loss in losses:
+            loss.backward()
+    for mine, theirs in zip(placed.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.to_torch(), theirs.grad, rtol=1e-3, atol=1e-5)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"plan": "worst"}, "'auto', 'best' or a dict"),
+    ({"plan": 3}, "'auto', 'best' or a dict"),
+    ({"plan": {"model.layers.*.self_attn.q_proj": "colwize"}}, "'colwize' is no known style"),
+    ({"plan": {"model.layer.*.q_proj": "colwise"}}, "no module or parameter of that name"),
+    ({"microbatches": 2.5}, "microbatches=2.5: use a whole number"),
+    ({"chunks": 0}, "chunks=0"),
+    ({"zero": "1"}, "zero='1'"),
+]
+
+
+@pytest.mark.parametrize(("options", "why"), REFUSED, ids=str)
+def test_what_cannot_work_is_refused_before_anything_is_placed(options: dict[str, Any], why: str) -> None:
+    plain = model("llama", layers=2)
+    with pytest.raises(dtorch.PlacementError, match=why):
+        dtorch.parallelize(plain, dtorch.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), **options)
+    assert not any(isinstance(p.data, dtorch.Tensor) for p in plain.parameters())
+
+
+def test_plans_of_torch_may_ask_for_sequence_parallelism() -> None:
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+
+    plain = model("llama", layers=2)
+    plan = {
+        "model.layers.*.input_layernorm": SequenceParallel(), "model.layers.*.self_attn.q_proj": ColwiseParallel(),
+        "model.layers.*.self_attn.o_proj": RowwiseParallel(),
+    }  # fmt: skip
+    mesh = dtorch.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    with torch.no_grad():
+        want = plain(IDS, use_cache=False).logits
+        report = dtorch.explain(dtorch.parallelize(plain, mesh, plan), IDS, use_cache=False, quiet=True)
+    torch.testing.assert_close(report.result.logits.to_torch(), want, rtol=1e-4, atol=1e-4)
+    assert report.collectives["reduce_scatter"] == 2

@@ -71,6 +71,7 @@ class Captured:
 
     Attributes:
         captured_function: what was captured.
+        compile: whether workers compile it.
         recordings: calls that ran operator by operator and were recorded.
         replays: calls that were one command.
         refusals: why calls of some kind cannot be replayed, each once.
@@ -78,9 +79,10 @@ class Captured:
 
     captured_function: Any
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], compile: bool = False) -> None:
         watch_modules()
         self.captured_function = function
+        self.compile = compile
         self.recordings = self.replays = 0
         self.refusals: list[str] = []
         self._kinds: dict[Any, _Kind] = {}
@@ -194,7 +196,7 @@ class Captured:
         if kind.in_vain > _MOST_IN_VAIN:
             return Refused(f"what it depends on is another in almost every call: {kind.variants[-1].misfit()}")
         try:
-            kind.variants = [*kind.variants[1 - _MOST_VARIANTS :], Variant(recording)]
+            kind.variants = [*kind.variants[1 - _MOST_VARIANTS :], Variant(recording, self.compile)]
         except Refused as e:
             return e
         return None
@@ -229,7 +231,7 @@ def _grad_of(t: Any) -> Handle | None:
     return t.grad._h if isinstance(t.grad, DTensor) else None
 
 
-def capture(function: Callable[..., Any]) -> Captured:
+def capture(function: Callable[..., Any], *, compile: bool = False) -> Captured:
     """A callable that does what ``function`` does, and after a few calls sends workers one command for each.
 
     The first calls run as they are, and what they send is recorded; when two of the same kind have sent the same, later
@@ -246,5 +248,8 @@ def capture(function: Callable[..., Any]) -> Captured:
 
     Args:
         function: a function, or a module, of distributed tensors.
+        compile: workers compile operators in a row that do not communicate, as ``torch.compile`` does (on CPU workers a C++
+            compiler is needed). That takes some seconds, beside the work, and results may differ in the last bits. What
+            cannot be compiled runs as without.
     """
-    return function if isinstance(function, Captured) else Captured(function)
+    return function if isinstance(function, Captured) else Captured(function, compile)

@@ -26,9 +26,9 @@ from dtorch.protocol.records import Shares, WireRecord, may_share, written_slots
 from dtorch.protocol.values import decode
 
 # Operands of the commands that only tell workers of something, and are not part of a record.
-_TOLD = {C.MESH: 4, C.SPEC: 2, C.PLAN: 2, C.COUNT: 1, C.MAP: 2, C.CLOSE: 1, C.RECORD: 2}
+_TOLD = {C.MESH: 4, C.SPEC: 2, C.PLAN: 2, C.COUNT: 1, C.MAP: 2, C.CLOSE: 1, C.RECORD: 2, C.SAVE: 2, C.LIMIT: 1}
 # Those that wait for an answer; whoever waits has told the recorder.
-_ASKED = {C.FETCH: 5, C.SYNC: 1, C.OPEN: 5}
+_ASKED = {C.FETCH: 5, C.SYNC: 1, C.OPEN: 5, C.WRITE: 7, C.MEMORY: 2, C.PROFILE: 2}
 
 
 class Refused(Exception):

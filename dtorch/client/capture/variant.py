@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -17,7 +18,7 @@ from dtorch.client.capture.key import Arguments
 from dtorch.client.capture.recording import Recording, find_handles
 from dtorch.client.handle import Family, Handle
 from dtorch.client.lower import wrapper_maker
-from dtorch.client.sites import caller
+from dtorch.client.sites import Site, caller
 from dtorch.client.tensor import DTensor
 from dtorch.client.wrap import live_shadow
 from dtorch.core.spec import MeshLayout, TensorSpec
@@ -33,12 +34,13 @@ class Variant:
 
     Args:
         recording: the last of two that are equal.
+        fuse: whether workers may compile it into functions whose results differ in the last bits.
 
     Raises:
         Refused: a tensor that it has read is gone.
     """
 
-    def __init__(self, recording: Recording) -> None:
+    def __init__(self, recording: Recording, fuse: bool) -> None:
         stream, session = recording.stream, recording.session
         self.session = session
         self._state = recording.state
@@ -64,7 +66,7 @@ class Variant:
         self._draws = _draws(recording)
         self.number = next(_numbers)
         with session.lock:
-            session.records[self.number] = data = encode_record(recording.wire)
+            session.records[self.number] = data = encode_record(replace(recording.wire, fuse=fuse))
             session.buf.extend((C.RECORD, self.number, data))
 
     def __del__(self) -> None:
@@ -150,7 +152,8 @@ class Variant:
         with session.lock:
             count = len(self._makers)
             first = session.ids() if count == 1 else session.take_ids(count) if count else 0
-            session.sites.append_replay(caller(frame), self._sites)
+            site = caller(frame)
+            session.sites.append_replay(site, self._sites)
             session.buf.extend((C.REPLAY, self.number, *[h.id for h in call.handles], first))
             for k, spec in self._specs_after:
                 call.handles[k].spec = spec
@@ -165,10 +168,10 @@ class Variant:
             given = [t for k in self._written if not (t := call.tensors[k]).is_inference()]
             increment_version([*self._counted, *given])
         if self._only is not None and count == 1:
-            return self._makers[0].make(first, call, [])
+            return self._makers[0].make(first, call, [], site)
         made: list[Any] = []
         for j, maker in enumerate(self._makers):
-            made.append(maker.make(first + j, call, made))
+            made.append(maker.make(first + j, call, made, site))
         for place, t, j in self._sets:
             (t if place is None else call.tensors[place]).grad = made[j]
         for place, t in self._clears:
@@ -202,14 +205,14 @@ class _Maker:
                 return
         self._base = "own", next(j for j, other in enumerate(recording.made) if other._h.family is family)
 
-    def make(self, tensor_id: int, call: Arguments, made: list[Any]) -> Any:
-        """The wrapper of the tensor with this id."""
+    def make(self, tensor_id: int, call: Arguments, made: list[Any], site: Site) -> Any:
+        """The wrapper of the tensor with this id; it was made where the record ran."""
         if self._inference is None:
             out = self._make(storage_offset=self._offset)
         else:
             with torch.inference_mode(self._inference):
                 out = self._make(storage_offset=self._offset)
-        out._h = h = Handle(tensor_id, self._spec, self._session)
+        out._h = h = Handle(tensor_id, self._spec, self._session, site)
         if self._base is None:
             return out
         kind, which = self._base
