@@ -41,6 +41,21 @@ class _OneDevice(contextlib.AbstractContextManager["_OneDevice"]):
             self._mesh.__exit__(*exc)
 
 
+class _Order:
+    """``torch.Stream`` of the device: work is done in the order in which it was issued, all of it in the same one."""
+
+    def synchronize(self) -> None:
+        """Wait for everything issued so far; raises what failed."""
+        for session in graph.sessions():
+            session.synchronize()
+
+    def wait_stream(self, stream: Any) -> None:
+        """There is no other stream."""
+
+
+_ORDER = _Order()
+
+
 class DeviceModule:
     """``torch.dtorch``: what torch and its users ask of a device type."""
 
@@ -114,6 +129,14 @@ class DeviceModule:
     def synchronize(self, device: Any = None) -> None:
         """Wait for everything issued so far; raises what failed."""
         graph.current_session().synchronize()
+
+    def current_stream(self, device: Any = None) -> _Order:
+        """The only one."""
+        return _ORDER
+
+    def stream(self, stream: Any) -> contextlib.AbstractContextManager[None]:
+        """Nothing changes within."""
+        return contextlib.nullcontext()
 
     def empty_cache(self) -> None:
         """Workers release what is freed at once on CPU."""

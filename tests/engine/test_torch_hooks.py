@@ -206,6 +206,18 @@ def test_plain_files_load_onto_a_mesh(weights_only: bool) -> None:
     assert loaded["n"] == 3
 
 
+def test_torchs_own_checkpoints_of_plain_tensors(tmp_path) -> None:
+    from torch.distributed import checkpoint
+
+    d, plain = spread(torch.ones(3), mesh(2)), {"a": torch.randn(2, 3)}  # the device is in use
+    with pytest.warns(UserWarning, match="single process"):
+        checkpoint.save(plain, checkpoint_id=tmp_path, no_dist=True)
+        loaded = {"a": torch.zeros(2, 3)}
+        checkpoint.load(loaded, checkpoint_id=tmp_path, no_dist=True)
+    assert torch.equal(loaded["a"], plain["a"])
+    same(d + 1, torch.full((3,), 2.0))
+
+
 # -- values on the host ------------------------------------------------------------------------------------------------
 def test_numbers_in_text_and_arrays() -> None:
     d = spread(torch.tensor([1.25, -2]), mesh(2), S0)
