@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import tempfile
 import threading
@@ -21,6 +22,7 @@ RUN_TAG = f"DTORCH_TEST_RUN={uuid.uuid4().hex}"
 @pytest.fixture(scope="session", autouse=True)
 def nothing_is_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Marks the processes and session directories of this run, and looks for them when it is over."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # one in a shell's background is told to ignore it
     name, value = RUN_TAG.split("=")
     home = tmp_path_factory.mktemp("sessions")
     before = tempfile.tempdir, os.environ.get("TMPDIR")

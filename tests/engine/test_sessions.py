@@ -186,7 +186,7 @@ def test_restart_of_processes(mode):
 def test_mode_from_the_environment(tmp_path):
     done = run_program("import dtorch\ndtorch.ones(3)\n", tmp_path, mode="warp", check=False)
     assert done.returncode == 1
-    assert done.stderr.strip().endswith("mode='warp': the execution mode must be one of inline, local.")
+    assert done.stderr.strip().endswith("mode='warp': the execution mode must be one of inline, local, cluster.")
 
 
 def test_the_device_is_there_before_dtorch_is_used(tmp_path):

@@ -210,9 +210,10 @@ def test_torchs_own_checkpoints_of_plain_tensors(tmp_path) -> None:
     from torch.distributed import checkpoint
 
     d, plain = spread(torch.ones(3), mesh(2)), {"a": torch.randn(2, 3)}  # the device is in use
+    loaded = {"a": torch.zeros(2, 3)}
     with pytest.warns(UserWarning, match="single process"):
         checkpoint.save(plain, checkpoint_id=tmp_path, no_dist=True)
-        loaded = {"a": torch.zeros(2, 3)}
+    with pytest.warns(UserWarning, match="single process"):
         checkpoint.load(loaded, checkpoint_id=tmp_path, no_dist=True)
     assert torch.equal(loaded["a"], plain["a"])
     same(d + 1, torch.full((3,), 2.0))
