@@ -296,14 +296,8 @@ class Agent:
     # Streams
 
     def _watch(self, stream: Stream) -> None:
-        if stream.closed:
-            return
-        read, write = stream.wants
-        descriptor = stream.local.fileno()
-        if read or write:
-            self._loop.watch(descriptor, lambda r, w: self._on_local(stream, r, w), read, write)
-        else:
-            self._loop.unwatch(descriptor)
+        if not stream.closed:
+            self._loop.watch(stream.local.fileno(), lambda r, w: self._on_local(stream, r, w), *stream.wants)
 
     def _on_local(self, stream: Stream, readable: bool, writable: bool) -> None:
         if writable:

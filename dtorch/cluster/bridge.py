@@ -166,14 +166,10 @@ class Bridge:
             self._tell(Again(session.number, session.secret, session.stream.received))
 
     def _watch(self, stream: Stream) -> None:
-        read, write = stream.wants
-        descriptor = self._client.fileno()
         if stream.local_ended or (stream.remote_end is not None and stream.is_flushed):
             self._over = True
-        elif read or write:
-            self._loop.watch(descriptor, lambda r, w: self._on_client(stream, r, w), read, write)
         else:
-            self._loop.unwatch(descriptor)
+            self._loop.watch(self._client.fileno(), lambda r, w: self._on_client(stream, r, w), *stream.wants)
 
     def _on_client(self, stream: Stream, readable: bool, writable: bool) -> None:
         if writable:

@@ -33,7 +33,10 @@ class Loop:
         self._ready: dict[Any, Ready] = {}
 
     def watch(self, source: Any, ready: Ready, read: bool = True, write: bool = False) -> None:
-        """Call ``ready`` when the source is; again with other wishes to change them."""
+        """Call ``ready`` when the source is; again with other wishes to change them, with none to call no more."""
+        if not (read or write):
+            self.unwatch(source)
+            return
         self._ready[source] = ready
         self._poller.register(source, (zmq.POLLIN if read else 0) | (zmq.POLLOUT if write else 0))
 

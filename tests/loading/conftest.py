@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,10 @@ import torch
 from safetensors.torch import save_file
 
 import dtorch
-from tests.engine.conftest import start
+from tests.engine.conftest import mode, one_thread
 from tests.order import local_last
+
+__all__ = ["mode", "one_thread"]
 
 HERE = Path(__file__).parent
 
@@ -21,24 +22,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What needs worker processes comes last, so that they start once."""
     local_last(items, HERE)
 
-
-
-@pytest.fixture(scope="session", autouse=True)
-def one_thread() -> Iterator[None]:
-    """torch sums in another order with several threads; workers have one here."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(autouse=True)
-def mode(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The execution mode: inline, unless the test is marked with ``helpers.both_modes`` or ``helpers.local_mode``."""
-    wanted: str = getattr(request, "param", "inline")
-    start(wanted)
-    yield wanted
-    dtorch.synchronize()
 
 
 @pytest.fixture(scope="session")
