@@ -15,7 +15,10 @@ import pytest
 
 import dtorch
 from dtorch.cluster import keys, tokens
+from tests.engine.conftest import one_thread
 from tests.transport.processes import tagged, wait_until
+
+__all__ = ["one_thread"]
 
 ROOT = Path(__file__).parents[2]
 
