@@ -78,6 +78,7 @@ class Listener:
 
     def __init__(self, address: str, directory: Path) -> None:
         pair = keys.pair(directory, "server")
+        keys.secret_text(directory / "token.key")  # rather now than when the first client comes
         self._directory = directory
         self._context: zmq.Context[Any] = zmq.Context()
         self._asked = self._context.socket(zmq.REP)

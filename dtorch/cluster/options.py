@@ -21,8 +21,11 @@ _MOST_WORKERS = 1024  # of one machine
 
 
 def _address(text: str) -> str:
-    if not _ADDRESS.fullmatch(text):
+    found = _ADDRESS.fullmatch(text)
+    if not found:
         raise ValueError("an address is tcp://HOST:PORT")
+    if found[2] != "*" and int(found[2]) > 65535:
+        raise ValueError(f"there is no port {found[2]}: they end at 65535")
     return text
 
 
@@ -42,7 +45,7 @@ def seconds(text: str) -> int:
     """
     found = re.fullmatch(r"(\d{1,9})([smhd])", text)
     if not found or not int(found[1]):
-        raise DtorchError(f"{text!r}: a duration is a number with s, m, h or d behind it, as 7d.")
+        raise DtorchError(f"{text!r}: a duration is a whole number from 1 to 999999999 with s, m, h or d behind it, as 7d.")
     return int(found[1]) * _SECONDS[found[2]]
 
 

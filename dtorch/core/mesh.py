@@ -100,7 +100,10 @@ class DeviceMesh(TorchDeviceMesh):
         return (self.device_type, tuple(self._grid.shape), tuple(self._grid.flatten().tolist()), self.mesh_dim_names)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, DeviceMesh) and self.key == other.key and self._graph is other._graph
+        if not isinstance(other, DeviceMesh) or self.key != other.key:
+            return False
+        # One that no session has used yet may become either's.
+        return self._graph is other._graph or self._graph is None or other._graph is None
 
     def __hash__(self) -> int:
         return hash(self.key)

@@ -193,7 +193,7 @@ class Family:
 
     def find(self, numbers: Sequence[int]) -> tuple[Line, int] | None:
         """The line that a call is on, and where."""
-        for line in self.lines:
+        for line in tuple(self.lines):  # another thread may be adding one
             t = line.place(numbers)
             if t is not None:
                 return line, t
@@ -210,7 +210,7 @@ class Family:
         if not _follows(plan) or self._failures >= _MOST_FAILURES:
             return
         seen: dict[tuple[int, ...], tuple[tuple[int, ...], Plan]] = {}
-        for sample in self._samples:
+        for sample in tuple(self._samples):
             steps = _direction(numbers, sample[0])
             if steps is None:
                 return  # the very same: its plan was made twice, by two threads

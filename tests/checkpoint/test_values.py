@@ -125,6 +125,24 @@ def test_what_is_missing_is_said_before_anything_changes(tmp_path: Path) -> None
     assert not a.any()
 
 
+def test_what_cannot_hold_the_values_is_said_before_anything_changes(tmp_path: Path) -> None:
+    dtorch.save({"a": torch.ones(2), "b": torch.rand(3), "c": torch.ones(3, 4)}, tmp_path / "a", blocking=True)
+    a = torch.zeros(2)
+    with pytest.raises(dtorch.LoadError, match=r"'b'\] is of torch.float32 there, and of torch.int64 here.*'c'\] is expanded here"):
+        dtorch.load(tmp_path / "a", into={"a": a, "b": torch.zeros(3, dtype=torch.int64), "c": torch.zeros(4).expand(3, 4)})
+    assert not a.any()
+
+
+def test_states_that_have_no_end(tmp_path: Path) -> None:
+    circle: list[Any] = [1]
+    circle.append(circle)
+    with pytest.raises(dtorch.DtorchError, match=r"state\['o'\]\[1\]\[1\]\.\.\. has more than 100 levels, or contains itself"):
+        dtorch.save({"o": circle}, tmp_path / "a")
+    with pytest.raises(dtorch.DtorchError, match=r"state\['n'\] is of type int, which cannot be saved"):
+        dtorch.save({"n": 10**5000}, tmp_path / "a")
+    assert not list(tmp_path.iterdir())
+
+
 def test_generators_continue(tmp_path: Path) -> None:
     ours, plain = torch.Generator(device="dtorch").manual_seed(3), torch.Generator().manual_seed(4)
     draw = lambda: (torch.randn(4, generator=ours, device="dtorch").to_torch(), torch.randn(4, generator=plain))

@@ -152,8 +152,9 @@ def test_deepcopy_of_a_result_is_refused_as_by_torch():
 
 
 def test_mesh_and_placements_pickle():
-    m = mesh(2, 3, names=("a", "b"))
-    for p in (m, S0, R, P, dtorch.Partial("max")):
+    m, used = mesh(2, 3, names=("a", "b")), mesh(2)
+    spread(torch.ones(2), used)
+    for p in (m, used, S0, R, P, dtorch.Partial("max")):
         assert pickle.loads(pickle.dumps(p)) == p
         assert copy.deepcopy(p) == p
 

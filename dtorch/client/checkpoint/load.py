@@ -83,6 +83,10 @@ class _Source:
         """The shape of a tensor."""
         raise NotImplementedError
 
+    def dtype(self, node: dict[str, Any]) -> torch.dtype:
+        """The dtype of a tensor."""
+        raise NotImplementedError
+
     def tensor(self, node: dict[str, Any], like: Any = None, exactly: bool = False) -> torch.Tensor:
         """A tensor, placed like another, or like one that it merely belongs to."""
         raise NotImplementedError
@@ -122,6 +126,9 @@ class _Files(_Source):
     def shape(self, node: dict[str, Any]) -> tuple[int, ...]:
         return self._stored(node).shape
 
+    def dtype(self, node: dict[str, Any]) -> torch.dtype:
+        return self._stored(node).dtype
+
     def tensor(self, node: dict[str, Any], like: Any = None, exactly: bool = False) -> torch.Tensor:
         stored, place = self._stored(node), self.where(node, like, exactly)
         if place is None:
@@ -135,6 +142,10 @@ class _Host(_Source):
 
     def shape(self, node: dict[str, Any]) -> tuple[int, ...]:
         return tuple(node["value"].shape)
+
+    def dtype(self, node: dict[str, Any]) -> torch.dtype:
+        dtype: torch.dtype = node["value"].dtype
+        return dtype
 
     def tensor(self, node: dict[str, Any], like: Any = None, exactly: bool = False) -> torch.Tensor:
         place, value = self.where(node, like, exactly), node["value"]
@@ -161,6 +172,10 @@ def _check(node: Any, target: Any, path: Path, source: _Source, faults: list[str
             faults.append(f"{where} is no tensor there.")
         elif not node.get("complex") and source.shape(node) != tuple(target.shape):
             faults.append(f"{where} has shape {source.shape(node)} there, and {tuple(target.shape)} here.")
+        elif not node.get("complex") and not torch.can_cast(source.dtype(node), target.dtype):
+            faults.append(f"{where} is of {source.dtype(node)} there, and of {target.dtype} here, which cannot hold it.")
+        elif any(n > 1 and not step for n, step in zip(target.shape, target.stride(), strict=True)):
+            faults.append(f"{where} is expanded here: several of its elements are one, so nothing can be loaded into it.")
     elif isinstance(target, torch.Generator):
         if kind != "generator":
             faults.append(f"{where} is no generator's state there.")

@@ -26,6 +26,10 @@ Path = tuple[Any, ...]
 """Keys and indices that lead to a value."""
 
 
+_DEEPEST = 100
+_MOST_BITS = 4096  # Python refuses to write much longer numbers as text
+
+
 @dataclass
 class Weights:
     """Tensors that go into files of their own.
@@ -77,7 +81,13 @@ class Encoder:
     def _encode(self, value: Any, path: Path, into: Weights, start: int) -> Any:
         """The node of a value; names of its tensors are the path from ``start`` on."""
         kind = type(value)
-        if value is None or kind in (bool, int, str) or (kind is float and math.isfinite(value)):
+        if len(path) > _DEEPEST:
+            where = "".join(f"[{key!r}]" for key in path[:3])
+            self._faults.append(f"state{where}... has more than {_DEEPEST} levels, or contains itself.")
+            return None
+        if value is None or kind in (bool, str) or (kind is float and math.isfinite(value)):
+            return value
+        if kind is int and value.bit_length() <= _MOST_BITS:
             return value
         if isinstance(value, torch.Tensor):
             return self._tensor(value, path, into, start)
