@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
 
 from dtorch.core.errors import PlacementError, refuse
 from dtorch.core.spec import MeshLayout
+from dtorch.core.torch_private import MESH_ALONE
 
 # The meshes of the ``with mesh:`` blocks around.
 _default: ContextVar[tuple[DeviceMesh, ...]] = ContextVar("dtorch_default_mesh", default=())
@@ -86,7 +87,7 @@ class DeviceMesh(TorchDeviceMesh):
         if names is not None and (len(names) != grid.ndim or len(set(names)) != len(names)):
             faults.append(f"mesh_dim_names={names} for a mesh of {grid.ndim} axes: give one distinct name per axis.")
         refuse(faults)
-        super().__init__(device_type, grid.to(torch.int32), mesh_dim_names=names, _init_backend=False, _rank=0)
+        super().__init__(device_type, grid.to(torch.int32), mesh_dim_names=names, **MESH_ALONE)
         self._grid = grid
         self._graph = graph
         self._layout_id: MeshLayout | None = None

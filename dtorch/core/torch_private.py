@@ -24,6 +24,17 @@ nn_functions = torch._C._nn
 # The functions that ``with torch.device(...):`` gives a device, and the mode that does it.
 device_constructors = _device_constructors
 device_context = DeviceContext
+# Keywords with which torch's mesh is made without process groups.
+MESH_ALONE: dict[str, Any] = {"_init_backend": False, "_rank": 0}
+# (module, name) of all that the index of a checkpoint of torch.distributed is made of.
+_METADATA = "torch.distributed.checkpoint.metadata"
+CHECKPOINT_INDEX = {
+    (_METADATA, "Metadata"), (_METADATA, "TensorStorageMetadata"), (_METADATA, "BytesStorageMetadata"),
+    (_METADATA, "ChunkStorageMetadata"), (_METADATA, "TensorProperties"), (_METADATA, "MetadataIndex"),
+    (_METADATA, "_MEM_FORMAT_ENCODING"), (_METADATA, "StorageMeta"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch.serialization", "_get_layout"),
+    ("torch", "Size"), ("collections", "OrderedDict"), ("pathlib", "PosixPath"), ("pathlib._local", "PosixPath"),
+}  # fmt: skip
 
 
 @contextlib.contextmanager

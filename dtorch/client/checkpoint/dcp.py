@@ -19,15 +19,7 @@ from dtorch.client.checkpoint.tree import Weights, children, decode
 from dtorch.client.tensor import DTensor
 from dtorch.client.wrap import to_host
 from dtorch.core.errors import LoadError
-
-_METADATA = "torch.distributed.checkpoint.metadata"
-_CLASSES = {
-    (_METADATA, "Metadata"), (_METADATA, "TensorStorageMetadata"), (_METADATA, "BytesStorageMetadata"),
-    (_METADATA, "ChunkStorageMetadata"), (_METADATA, "TensorProperties"), (_METADATA, "MetadataIndex"),
-    (_METADATA, "_MEM_FORMAT_ENCODING"), (_METADATA, "StorageMeta"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch.serialization", "_get_layout"),
-    ("torch", "Size"), ("collections", "OrderedDict"), ("pathlib", "PosixPath"), ("pathlib._local", "PosixPath"),
-}  # fmt: skip
+from dtorch.core.torch_private import CHECKPOINT_INDEX
 
 
 class Writing:
@@ -189,7 +181,7 @@ class _Index(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        if (module, name) in _CLASSES:
+        if (module, name) in CHECKPOINT_INDEX:
             return super().find_class(module, name)
         raise LoadError(f"the index of the checkpoint names {module}.{name}, which no index holds; it is not read.")
 
