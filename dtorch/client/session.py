@@ -23,6 +23,7 @@ import torch
 from dtorch.client.errors import remote_error
 from dtorch.client.files import OpenFiles
 from dtorch.client.plans import Plans
+from dtorch.client.request import Request
 from dtorch.client.shared import Arena, Segment
 from dtorch.client.sites import Sites, caller, site_within, thread_of
 from dtorch.core.config import SessionConfig
@@ -43,8 +44,9 @@ _LINGER_S = 0.002
 _REPORT_S = 2.0
 # While the program computes nothing, this often the workers hear which tensors it has dropped.
 _IDLE_S = 1.0
-# The client runs ahead of the slowest worker by at most this many batches, or bytes of uploads.
+# The client runs ahead of the slowest worker by at most this many batches, operators, or bytes of uploads.
 _WINDOW = 256
+_WINDOW_OPS = 16_384
 _WINDOW_BYTES = 256 << 20
 # Looking for acknowledgements costs as much as sending; whoever waits for something looks anyway.
 _UNSEEN = 4
@@ -52,23 +54,6 @@ MAX_MESHES = 64
 
 _numbers = itertools.count(1)
 _log = logging.getLogger("dtorch")
-
-
-class Request:
-    """Something the client waits for: complete when every expected worker has answered."""
-
-    __slots__ = ("callbacks", "done", "error", "expected", "lost", "meta", "parts", "refusals", "segment")
-
-    def __init__(self, expected: int) -> None:
-        self.expected = expected
-        self.parts: dict[int, memoryview] = {}
-        self.meta: Any = None
-        self.refusals: list[list[str]] = []
-        self.error: DtorchError | None = None
-        self.lost: list[Any] | None = None  # serial of the failed operator, and what the worker knows of it
-        self.done = False
-        self.callbacks: list[Callable[[], None]] = []
-        self.segment: Segment | None = None  # workers write to it until they have answered, whoever still waits
 
 
 class Session:
@@ -311,10 +296,14 @@ class Session:
                 self._drain(0.0)
             if self.limit >= 0:
                 self.limit = _BATCH_VALUES if self._seq - self._acked <= _UNSEEN else _BUSY_VALUES
-            while self._seq - self._acked > _WINDOW or sum(b for _, _, b in self._sent_ops) > _WINDOW_BYTES:
-                if not self._drain(None):
-                    break
+            while self._is_ahead() and self._drain(None):
+                pass
             return self._seq
+
+    def _is_ahead(self) -> bool:
+        """Whether the window is full."""
+        sent = self._sent_ops
+        return len(sent) > _WINDOW or bool(sent and len(self.sites) > _WINDOW_OPS) or sum(b for _, _, b in sent) > _WINDOW_BYTES
 
     def acknowledged(self, seq: int) -> None:
         """Wait until all live workers have run every batch up to ``seq``.

@@ -13,7 +13,8 @@ import torch
 
 from dtorch.client.handle import Family, Handle
 from dtorch.client.lower import encode_move, wrapper_maker
-from dtorch.client.session import Request, Session
+from dtorch.client.request import Request
+from dtorch.client.session import Session
 from dtorch.client.shared import Segment, pieces
 from dtorch.client.sites import Site, caller
 from dtorch.core.pieces import put_piece

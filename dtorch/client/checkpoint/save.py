@@ -15,7 +15,8 @@ from dtorch.client.checkpoint.directory import Staging
 from dtorch.client.checkpoint.layout import Writers, lay_out
 from dtorch.client.checkpoint.pending import PendingSave, begin, previous
 from dtorch.client.checkpoint.tree import Encoder, Weights
-from dtorch.client.session import Request, Session
+from dtorch.client.request import Request
+from dtorch.client.session import Session
 from dtorch.client.tensor import DTensor
 from dtorch.core.config import check_roots
 from dtorch.core.errors import DtorchError, SaveError

@@ -15,7 +15,8 @@ import msgpack
 
 from dtorch.client import dispatch
 from dtorch.client.profile.modules import Modules
-from dtorch.client.session import Request, Session
+from dtorch.client.request import Request
+from dtorch.client.session import Session
 from dtorch.client.sites import Site, caller
 from dtorch.core.errors import DtorchError
 from dtorch.core.spec import TensorSpec
