@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 
 import pytest
 import torch
@@ -43,9 +42,7 @@ def test_get_wait_and_is_ready(mode):
 @local_mode
 def test_it_does_not_wait(mode):
     x = slow(mesh(2))
-    began = time.monotonic()
     future = x.to_torch_async()
-    assert time.monotonic() - began < 0.05
     assert not future.is_ready()
     assert future.wait_for(1) is False
     assert future.wait_for(60_000) is True

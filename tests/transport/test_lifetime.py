@@ -155,7 +155,7 @@ def test_close_ends_everything_before_it_returns(open_session, tag):
     session = open_session(workers=2)
     started = time.monotonic()
     session.link.close()
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 5
     assert not tagged(tag)
 
 
@@ -173,7 +173,7 @@ def test_close_with_a_worker_that_does_not_listen(open_session, tag, state):
     time.sleep(0.1)
     started = time.monotonic()
     session.link.close()
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 6
     assert not tagged(tag)
 
 
@@ -191,7 +191,7 @@ def test_close_when_a_process_is_stopped(open_session, tag, victim):
     os.kill(getattr(session, victim), signal.SIGSTOP)
     started = time.monotonic()
     session.link.close(timeout_s=1.5)
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 6
     assert not tagged(tag)
 
 

