@@ -12,6 +12,7 @@ A directory holds, as far as its machine needs them:
 from __future__ import annotations
 
 import os
+import re
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +46,7 @@ def make(directory: Path, names: tuple[str, ...] = ("server", *ROLES)) -> list[P
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     made: list[Path] = []
     for name in names:
-        if name != "server" and not (name.startswith(ROLES) and name.replace("-", "").isalnum()):
+        if name != "server" and not re.fullmatch(rf"({'|'.join(ROLES)})[0-9A-Za-z]*(-[0-9A-Za-z]+)*", name):
             raise KeyFileError(f"{name!r}: a key's name begins with {' or '.join(ROLES)}: letters, digits and hyphens.")
         public, secret = zmq.curve_keypair()
         made += [_write(directory / f"{name}.key", secret.decode()), _write(directory / f"{name}.pub", public.decode())]

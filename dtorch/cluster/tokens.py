@@ -41,7 +41,10 @@ def issue(directory: Path, lifetime_s: float, name: str = "") -> str:
 
     Raises:
         KeyFileError: the key for tokens is not in the directory.
+        TokenError: the name is not printable.
     """
+    if not name.isprintable():
+        raise TokenError(f"{name!r} cannot be a token's name: lists show it on one line")
     token = Token(id=secrets.token_hex(8), expires=int(time.time() + lifetime_s), name=name)
     body = _text(token.model_dump_json().encode())
     return f"{body}.{_text(_signature(directory, body))}"

@@ -126,10 +126,15 @@ def test_what_is_missing_is_said_before_anything_changes(tmp_path: Path) -> None
 
 
 def test_what_cannot_hold_the_values_is_said_before_anything_changes(tmp_path: Path) -> None:
-    dtorch.save({"a": torch.ones(2), "b": torch.rand(3), "c": torch.ones(3, 4)}, tmp_path / "a", blocking=True)
+    dtorch.save({"a": torch.ones(2), "b": torch.rand(3), "c": torch.ones(3, 4), "d": torch.ones(2), "e": [1]}, tmp_path / "a", blocking=True)
     a = torch.zeros(2)
-    with pytest.raises(dtorch.LoadError, match=r"'b'\] is of torch.float32 there, and of torch.int64 here.*'c'\] is expanded here"):
-        dtorch.load(tmp_path / "a", into={"a": a, "b": torch.zeros(3, dtype=torch.int64), "c": torch.zeros(4).expand(3, 4)})
+    into = {"a": a, "b": torch.zeros(3, dtype=torch.int64), "c": torch.zeros(4).expand(3, 4), "d": 3, "e": "x"}
+    with pytest.raises(
+        dtorch.LoadError,
+        match=r"'b'\] is of torch.float32 there, and of torch.int64 here.*'c'\] is expanded here.*'d'\] is a tensor there, and 3 here"
+        r".*'e'\] is a container there, and 'x' here",
+    ):
+        dtorch.load(tmp_path / "a", into=into)
     assert not a.any()
 
 

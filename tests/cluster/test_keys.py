@@ -19,8 +19,9 @@ def test_keys_are_their_owners_alone(tmp_path):
     assert keys.pair(tmp_path / "keys", "client").public == keys.public(tmp_path / "keys", "client")
     with pytest.raises(keys.KeyFileError, match=r"server\.key is there already"):
         keys.make(tmp_path / "keys")
-    with pytest.raises(keys.KeyFileError, match="begins with client or worker"):
-        keys.make(tmp_path / "keys", ("../x",))
+    for name in ("../x", "client-", "client--a", "client-a\n"):
+        with pytest.raises(keys.KeyFileError, match="begins with client or worker"):
+            keys.make(tmp_path / "keys", (name,))
     keys.make(tmp_path / "keys", ("client-laptop",))
     assert len(keys.allowed(tmp_path / "keys", "client")) == 2
     (tmp_path / "keys" / "worker.key").chmod(0o644)
@@ -36,6 +37,8 @@ def test_a_token_is_what_was_signed(tmp_path):
     for forged in (f"{body}.", body, f"{body[:-2]}AA.{signature}", f"{body}.{signature}é", "." * 9000, f"{body}.é"):
         with pytest.raises(tokens.TokenError):
             tokens.check(tmp_path, forged)
+    with pytest.raises(tokens.TokenError, match="on one line"):
+        tokens.issue(tmp_path, 60, "me\nand you")
     assert tokens.revoke(tmp_path, text) in tokens.revoked(tmp_path)
     with pytest.raises(tokens.TokenError, match="was revoked"):
         tokens.check(tmp_path, text)

@@ -186,6 +186,9 @@ def _check(node: Any, target: Any, path: Path, source: _Source, faults: list[str
                 _check(below[key], value, (*path, key), source, faults)
             else:
                 faults.append(f"{where}[{key!r}] is missing there; it has {', '.join(map(repr, below)) or 'nothing'}.")
+    elif isinstance(target, (bool, int, float, str)) and (kind in ("tensor", "object", "generator") or children(node)):
+        what = {"tensor": "a tensor", "object": "an object", "generator": "a generator"}.get(str(kind), "a container")
+        faults.append(f"{where} is {what} there, and {target!r} here.")
 
 
 def _restore(node: Any, target: Any, path: Path, source: _Source) -> Any:
